@@ -38,6 +38,7 @@ class Coordinator:
         self.phase = ""
         self.waiting: dict[Key, tuple[Post, float]] = {}  # with the time of their arrival
         self.revision, self.generation = self.gang.revision, self.gang.generation
+        self.numbers: dict[Key, int] = {}  # of the newest part of each member
         self.awake_since = self.ticked = self.gathering_since = now
         self.received_at: dict[Key, float] = {}
         self.sequences: dict[str, int] = {}
@@ -62,8 +63,12 @@ class Coordinator:
         if effect := move(*arguments, now):
             self._write(effect)
         if gang.generation is not self.generation:
-            self.generation = gang.generation
+            self.generation, self.numbers = gang.generation, {}
             promises.begins(self)
+        for key, part in self.generation.parts.items():
+            if part.number > self.numbers.get(key, 0):
+                self.numbers[key] = part.number
+                promises.joins_again(key, part.number)
         self._enter()
         for key in before:
             if key not in gang.members:
@@ -88,7 +93,7 @@ class Coordinator:
         if simulation.disk.hangs_until > clock.now:
             clock.at(HANGING, self.owner, self._land, effect)
             return
-        on_disk = self._begin(effect) if effect.kind == "begin" else self._finish(effect)
+        on_disk = self._begin(effect) if effect.kind in ("begin", "join") else self._finish(effect)
         if on_disk and simulation.trap:
             simulation.trap = False
             kill_rank(simulation, clock.random, self.owner.rank)
@@ -118,7 +123,8 @@ class Coordinator:
                 disk.refused_number = effect.generation
                 simulation.story.count("number refused by the disk")
             return False
-        simulation.promises.numbered(effect.generation)
+        if effect.kind == "begin":
+            simulation.promises.numbered(effect.generation)
         disk.number, disk.members, disk.budget = effect.generation, effect.members, effect.budget
         return True
 

@@ -11,7 +11,8 @@
   rank 0 is restarted and hears of the second one first.)
 - What is so excused does no harm: it sets about no checkpoint once a newer generation has begun, none of its arrives
   after a newer generation's worker 0 has read them, and it meets no worker of another generation at the store.
-- A place in a generation is taken by one worker, which knows the members of that generation.
+- A part in a generation is taken by one worker, which knows the members of that generation, as the disk does. When a
+  member begins another part, no worker has its part before, with the same excuses.
 - DONE is written once, when worker 0 of the generation has reported success; nothing begins after it, the gang stays
   finished or failed, and a new coordinator finds it finished. (Where the disk refuses DONE, that is logged, and rank 0
   started again trains on: such a schedule ends as "forgotten".)
@@ -31,7 +32,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import ACTIVE, ALIVE, FENCE, OVER, Event, Heartbeat, Key, name_of
+from rolecall.gang.protocol import ACTIVE, ATTACHED, FENCE, OVER, Event, Heartbeat, Key, name_of
 from tests.simulation.rank import Rank
 from tests.simulation.rules import AWAKE, LEASE, ORPHAN, RULES, SETTLE
 
@@ -51,6 +52,8 @@ class Promises:
         self.newest = 0  # generation that began, whether or not the disk knows
         self.generations = 0
         self.members: dict[int, tuple[Key, ...]] = {}  # by generation
+        self.joins: dict[Key, int] = {}  # the newest part that each has in the newest generation
+        self.attachments: set[tuple[int, Key, int]] = set()
         self.loaded = 0  # newest generation whose worker 0 has read the checkpoints
         self.drained_step = 0
         self.raised: list[str] = []
@@ -83,10 +86,11 @@ class Promises:
             if other is not lead and not other.owner.dead and other.gang.state in ACTIVE:
                 self.fail(f"generation {number} begins, and another coordinator runs one")
         for key, member in lead.gang.members.items():
-            if member.heartbeat.worker.state in ALIVE:
+            if member.heartbeat.worker.state in ATTACHED:
                 self.fail(f"generation {number} begins with {name_of(key)}'s old worker believed alive")
         self.newest = number
         self.members[number] = tuple(lead.gang.generation.members)
+        self.joins.clear()
         self.generations += 1
         simulation.all_workers = [worker for worker in simulation.all_workers if worker.alive]
         self.clock.at(0, None, self._watch_all)
@@ -96,14 +100,25 @@ class Promises:
         if number <= self.simulation.disk.number:
             self.fail(f"number {number} is written after {self.simulation.disk.number}")
 
-    def started(self, worker: Worker) -> None:
-        workers = self.simulation.workers
-        self.log(f"{worker.rank.name} starts worker {name_of(worker.key)} of generation {worker.generation}")
-        if (worker.generation, worker.key) in workers:
-            self.fail(f"two workers are {name_of(worker.key)} of generation {worker.generation}")
-        if worker.members != self.members[worker.generation]:
-            self.fail(f"{name_of(worker.key)} of generation {worker.generation} has another generation's members")
-        workers[worker.generation, worker.key] = worker
+    def joins_again(self, key: Key, number: int) -> None:
+        """The gang lets `key` begin its part `number` in the newest generation."""
+        self.joins[key] = number
+        self.clock.at(0, None, self._watch_all)
+
+    def attached(self, worker: Worker) -> None:
+        """A worker became a part of a generation."""
+        workers, key, generation = self.simulation.workers, worker.key, worker.generation
+        part = f"{name_of(key)} of generation {generation}"
+        self.log(f"{worker.rank.name} has a worker for {part}, part {worker.join}")
+        if (generation, key, worker.join) in self.attachments:
+            self.fail(f"two workers are {part}")
+        self.attachments.add((generation, key, worker.join))
+        if worker.members[: len(self.members[generation])] != self.members[generation] or key not in worker.members:
+            self.fail(f"{part} has another generation's members")
+        disk = self.simulation.disk
+        if disk.number == generation and key not in disk.members:
+            self.fail(f"{part} joins, and the disk does not know")
+        workers[generation, key] = worker
         self.watch_old(worker)
 
     def _watch_all(self) -> None:
@@ -112,7 +127,8 @@ class Promises:
 
     def watch_old(self, worker: Worker) -> None:
         """An old worker that runs has an excuse, for a time."""
-        if not worker.exists or worker.frozen or worker.generation >= self.newest:
+        old = worker.generation < self.newest or worker.join < self.joins.get(worker.key, 0)
+        if not worker.exists or worker.frozen or not worker.attached or not old:
             return
         supervisor = worker.supervisor
         excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
@@ -192,13 +208,13 @@ class Promises:
         if first is None or first.step == 0:
             return
         well = dict.fromkeys((role.name for role in simulation.roles), 0)
-        for key in gang.generation.members:
+        for key in gang.generation.keys:
             worker = simulation.workers.get((gang.generation.number, key))
-            ended = worker is None or not worker.alive
+            ended = worker is None or not worker.attached
             if ended or worker.rank.hurt_until >= gang.generation.started:
                 if not simulation.elastic(key):
                     return
-            elif key not in gang.generation.lost:
+            elif key not in gang.generation.lost_keys:
                 well[key[0]] += 1
         if all(well[role.name] >= role.minimum for role in simulation.roles if role.elastic):
             self.fail("a generation is ended that could go on")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rolecall.gang.member import TICKS
 from rolecall.gang.protocol import RoleSpec, Rules
@@ -13,6 +13,8 @@ TICK = 0.25
 STOP = 0.1  # a worker is gone so soon after a SIGKILL
 AWAKE = WATCH + STOP
 ORPHAN = 0.3
+PATIENCE = 1.0  # a worker that has not left its generation within it is killed
+LOADING = (0.05, 0.5, 4.0)  # how long a worker may load
 STEP = 0.4
 HANGING = 0.1  # how often a hanging write is looked at
 CONNECT_TIMEOUT = 30.0
@@ -41,6 +43,11 @@ JOBS = (
 )
 
 
+def with_stays(roles: tuple[RoleSpec, ...]) -> tuple[RoleSpec, ...]:
+    """The roles, of which those that may stay do: the elastic ones, and `ps`."""
+    return tuple(replace(role, stays=role.elastic or role.name == "ps") for role in roles)
+
+
 def enlarged(roles: tuple[RoleSpec, ...], ranks: int) -> tuple[RoleSpec, ...]:
     """The job with so many ranks in all, where that is more: its last role has the others, and a few places to spare
     where it is elastic."""
@@ -48,8 +55,8 @@ def enlarged(roles: tuple[RoleSpec, ...], ranks: int) -> tuple[RoleSpec, ...]:
     count = ranks - sum(role.count for role in others)
     if count <= last.count:
         return roles
-    spare = last.maximum - last.count
-    return (*others, RoleSpec(last.name, count, last.minimum if last.elastic else count, count + spare, last.elastic))
+    minimum, maximum = last.minimum if last.elastic else count, count + last.maximum - last.count
+    return (*others, replace(last, count=count, minimum=minimum, maximum=maximum))
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,10 @@ class Store:
         """Connect the workers of `generation` with each other, once all are at the store of its worker 0."""
         simulation, clock = self.simulation, self.simulation.clock
         host = simulation.workers.get((generation, simulation.rank0))
-        if host is None or not self._there(host):
+        if host is None or host.frozen or simulation.network.cut(host.rank):
+            return
+        if host.state == "running":
+            self._join(host)
             return
         prefix = simulation.safeguards.prefix
         workers = (simulation.workers.get((generation, key)) for key in host.members)
@@ -69,7 +72,14 @@ class Store:
             return
         for worker in meeting.values():
             simulation.promises.meets(worker, generation)
-            clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected)
+            clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected, worker.join)
+
+    def _join(self, host: Worker) -> None:
+        """Connect those that join the generation of `host`, which has met."""
+        simulation, clock = self.simulation, self.simulation.clock
+        for worker in simulation.all_workers:
+            if worker.generation == host.generation and worker.join and self._there(worker):
+                clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected, worker.join)
 
     def meet_newest(self) -> None:
         self.meet(self.simulation.promises.newest)

@@ -16,7 +16,7 @@ from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Network
 from tests.simulation.promises import Promises
 from tests.simulation.rank import Rank
-from tests.simulation.rules import JOBS, RULES, SAFE, Safeguards, enlarged
+from tests.simulation.rules import JOBS, RULES, SAFE, Safeguards, enlarged, with_stays
 from tests.simulation.schedule import Schedule
 from tests.simulation.shared import Disk, Store
 from tests.simulation.story import Result, Story
@@ -70,7 +70,8 @@ class Simulation:
         self.schedule = Schedule(self, plan)
 
     def _draw_job(self, random: Random) -> None:
-        self.roles = enlarged(random.choice(JOBS), self.size)
+        roles = random.choice(JOBS)
+        self.roles = enlarged(with_stays(roles) if Random(f"{self.seed} stays").random() < 0.6 else roles, self.size)
         self.rank0: Key = (self.roles[0].name, 0)
         self.goal = random.choice((40, 100, 10_000, 10_000))
         self.doomed: tuple[str, float] | None = None

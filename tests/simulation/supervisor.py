@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from rolecall.errors import USAGE
 from rolecall.gang.member import RETRY_SECONDS, Action
-from rolecall.gang.protocol import Answer, Heartbeat, WorkerStatus
+from rolecall.gang.protocol import Answer, Directive, Heartbeat, WorkerStatus
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Post
 from tests.simulation.rank import Rank
-from tests.simulation.rules import LEASE, RULES, WATCH
+from tests.simulation.rules import LEASE, PATIENCE, RULES, WATCH
 from tests.simulation.worker import Worker
 
 if TYPE_CHECKING:
@@ -127,19 +127,46 @@ class Supervisor(Process):
         if action is None:
             return
         self.action, directive, worker = action, action.directive, self.worker
-        if action.kind == "start":
-            key = (directive.role, directive.ordinal)
-            self.worker = self.rank.worker = Worker(self.simulation, self, key, directive)
-            self.simulation.all_workers.append(self.worker)
-            return  # `worker_forked` follows
-        if worker and worker.alive:
-            if action.kind == "end":
+        match action.kind:
+            case "start" | "load":
+                key = (directive.role, directive.ordinal)
+                self.worker = self.rank.worker = Worker(self.simulation, self, key, directive)
+                self.simulation.all_workers.append(self.worker)
+                return  # `worker_forked` follows
+            case "end" if worker and worker.alive:
                 worker.kill("stopped")
                 return  # `worker_ended` follows
-            worker.lost |= set(directive.lost)
+            case "detach" if worker and worker.attached:
+                self.detach(worker)
+                return  # `worker_detached` or `worker_ended` follows
+            case "attach" if worker and worker.alive:
+                worker.attach(directive)
+            case "update" if worker and worker.alive:
+                self._update(worker, directive)
+        self.acted()
+
+    def _update(self, worker: Worker, directive: Directive) -> None:
+        if directive.kind == "load":
+            worker.relabel(directive)
+        else:
+            worker.update(directive)
             worker.drain = worker.drain or directive.drain
             worker.told = worker.told or directive.drain
-        self.acted()
+
+    def detach(self, worker: Worker, problem: str = "") -> None:
+        """Tell the worker to leave its generation; one that does not is killed."""
+        worker.detach(problem)
+        self.clock.at(PATIENCE, self, self._lose_patience, worker, (worker.generation, worker.join))
+
+    def _lose_patience(self, worker: Worker, part: tuple[int, int]) -> None:
+        if worker.attached and part == (worker.generation, worker.join):
+            worker.kill("stopped")
+
+    def worker_detached(self, worker: Worker) -> None:
+        if worker is self.worker:
+            self.send_soon()
+            if self.action and self.action.kind == "detach":
+                self.acted()
 
     def acted(self) -> None:
         assert self.action is not None
@@ -150,7 +177,7 @@ class Supervisor(Process):
         self.check_exit()
 
     def worker_forked(self, worker: Worker) -> None:
-        if worker is self.worker and self.action and self.action.kind == "start":
+        if worker is self.worker and self.action and self.action.kind in ("start", "load"):
             self.acted()
 
     def worker_ended(self, worker: Worker) -> None:
@@ -164,7 +191,9 @@ class Supervisor(Process):
     def tick(self) -> None:
         heartbeat = self.worker.last_heartbeat if self.worker else None
         outcome = self.member.tick(self.clock.now, heartbeat)
-        if outcome and self.worker and self.worker.alive:
+        if outcome == "detach" and self.worker and self.worker.attached:
+            self.detach(self.worker, "rank 0 is silent")
+        elif outcome and self.worker and self.worker.alive:
             self.simulation.story.log(f"{self.rank.name} kills its worker: {outcome}")
             self.worker.kill(outcome)
         self.clock.at(WATCH, self, self.tick)

@@ -1,14 +1,15 @@
-"""A model of the worker process (rolecall/rank/worker.py): it connects to its peers, trains and writes checkpoints."""
+"""A model of the worker process (rolecall/rank/worker.py): it connects to its peers, trains and writes checkpoints. One
+of a role that stays loads without a generation, and is attached to one and detached from it, again and again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rolecall.gang.protocol import Directive, Key, Outcome, WorkerState, WorkerStatus, name_of
+from rolecall.gang.protocol import ATTACHED, Directive, Join, Key, LostPeer, Outcome, WorkerState, WorkerStatus, name_of
 from tests.simulation.clock import Process
 from tests.simulation.kills import kill_rank
-from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, HANGING, LEASE, ORPHAN, STEP, STOP
+from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, HANGING, LEASE, LOADING, ORPHAN, STEP, STOP
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -21,14 +22,13 @@ class Worker(Process):
     def __init__(self, simulation: Simulation, supervisor: Supervisor, key: Key, directive: Directive) -> None:
         super().__init__(simulation.clock)
         self.simulation = simulation
-        self.supervisor, self.rank, self.key = supervisor, supervisor.rank, key
-        self.generation, self.members, self.lead = directive.generation, directive.members, simulation.lead
-        self.lost = set(directive.lost)
-        self.state: WorkerState = "starting"
-        self.outcome: Outcome = ""
-        self.error, self.step, self.base = "", 0, 0
-        self.drains_failed = 0
-        self.lost_peers: tuple[Key, ...] = ()
+        self.supervisor, self.rank, self.key, self.lead = supervisor, supervisor.rank, key, simulation.lead
+        self.stays = directive.stays
+        self.loaded = False
+        self.state: WorkerState = "loading"
+        self.relabel(directive)
+        if directive.kind == "run":
+            self._begin(directive)
         self.drain = self.told = self.exists = self.here = False  # told: to drain
         self.why: Outcome = ""
         self.stalled_at: float | None = None
@@ -37,6 +37,10 @@ class Worker(Process):
     @property
     def alive(self) -> bool:
         return self.state != "ended"
+
+    @property
+    def attached(self) -> bool:
+        return self.state in ATTACHED
 
     @property
     def status(self) -> WorkerStatus:
@@ -51,6 +55,7 @@ class Worker(Process):
             summary,
             self.drains_failed,
             self.lost_peers,
+            join=self.join,
         )
 
     @property
@@ -70,10 +75,13 @@ class Worker(Process):
         self.clock.at(0, self.supervisor, self.supervisor.worker_forked, self)
         if self.rank.frozen_until > self.clock.now:
             self.freeze(self.rank.frozen_until)
-        self.simulation.promises.started(self)
+        if self.attached:
+            self.simulation.promises.attached(self)
+        if self.stays:
+            self.clock.at(self.clock.random.choice(LOADING), self, self.load)
         if self.key == self.simulation.rank0:
             self.clock.at(0, self, self.take_lock, self.clock.now + LEASE)
-        else:
+        elif self.attached:
             self.prepared()
         if self.rank.dies_young > self.clock.now:
             self.clock.at(self.clock.random.uniform(0.1, 3), self, self.end, "killed")
@@ -94,9 +102,58 @@ class Worker(Process):
         disk.writer = self
         self.prepared()
 
+    def load(self) -> None:
+        """Its role's object is made."""
+        self.loaded = True
+        if self.state == "loading":
+            self.state = "ready"
+            self.supervisor.send_soon()
+
     def prepared(self) -> None:
-        self.clock.at(self.clock.random.uniform(0.05, 0.5), self, self.arrive)
-        self.clock.at(CONNECT_TIMEOUT, self, self.too_late)
+        part = self.generation, self.join
+        self.clock.at(self.clock.random.uniform(0.05, 0.5), self, self.arrive, part)
+        self.clock.at(CONNECT_TIMEOUT, self, self.too_late, part)
+
+    # -- it becomes a part of a generation, and leaves it
+
+    def relabel(self, directive: Directive) -> None:
+        """It loads for the generation of `directive`."""
+        self.generation, self.join = directive.generation, directive.join
+        self.outcome: Outcome = ""
+        self.error, self.step, self.base = "", 0, 0
+        self.drains_failed = 0
+        self.lost_peers: tuple[LostPeer, ...] = ()
+
+    def _begin(self, directive: Directive) -> None:
+        self.relabel(directive)
+        self.state, self.here = "starting", False
+        self.members = directive.members
+        self.parts: dict[Key, int] = {}  # the present members, and the numbers of their parts
+        self.lost: set[LostPeer] = set()  # given up here
+        self.update(directive)
+
+    def update(self, directive: Directive) -> None:
+        numbers = {(each.role, each.ordinal): each.number for each in directive.joined}
+        present = (key for key in directive.members if key not in directive.lost)
+        self.parts = {key: numbers.get(key, 0) for key in present}
+
+    def attach(self, directive: Directive) -> None:
+        self._begin(directive)
+        if self.exists:
+            self.simulation.promises.attached(self)
+            self.prepared()
+
+    def detach(self, problem: str = "") -> None:
+        """As its supervisor orders; `problem` is why it does so by itself."""
+        self.clock.at(self.clock.random.uniform(0.001, 0.1), self, self.leave, (self.generation, self.join), problem)
+
+    def leave(self, part: tuple[int, int], problem: str) -> None:
+        if not self.attached or part != (self.generation, self.join):
+            return
+        self.state = "ready" if self.loaded else "loading"
+        self.outcome, self.error = "lost" if problem else "stopped", problem
+        self.simulation.story.log(f"worker of {name_of(self.key)} leaves generation {self.generation}: {problem}")
+        self.supervisor.worker_detached(self)
 
     def doom(self, role: str) -> None:
         if self.key[0] != role:
@@ -108,16 +165,24 @@ class Worker(Process):
         else:
             kill_rank(self.simulation, self.clock.random, self.rank)
 
-    def arrive(self) -> None:
-        self.here = True
-        self.simulation.store.meet(self.generation)
+    def arrive(self, part: tuple[int, int]) -> None:
+        if part == (self.generation, self.join) and self.state == "starting":
+            self.here = True
+            self.simulation.store.meet(self.generation)
 
-    def too_late(self) -> None:
-        if self.state == "starting":
+    def too_late(self, part: tuple[int, int]) -> None:
+        if self.state == "starting" and part == (self.generation, self.join):
+            self.lose_rank0()
+
+    def lose_rank0(self) -> None:
+        """Rank 0's worker has gone: one that stays waits, or gives up to meet the others."""
+        if not self.stays:
             self.end("lost")
+        elif self.state == "starting":
+            self.leave((self.generation, self.join), "rank 0 is gone")
 
-    def connected(self) -> None:
-        if self.state != "starting":
+    def connected(self, join: int) -> None:
+        if self.state != "starting" or join != self.join:
             return
         self.state = "running"
         self.supervisor.send_soon()
@@ -137,11 +202,10 @@ class Worker(Process):
             return
         simulation, clock = self.simulation, self.clock
         silent = []
-        for key in self.members:
-            if key in self.lost or key == self.key:
-                continue
+        present = {key for key, join in self.parts.items() if LostPeer(Join(*key, join)) not in self.lost}
+        for key in present - {self.key}:
             peer = simulation.workers.get((self.generation, key))
-            if peer is None or not peer.alive:
+            if peer is None or not peer.attached or peer.join != self.parts[key]:
                 if not simulation.elastic(key):
                     self.end("lost")
                     return
@@ -163,9 +227,7 @@ class Worker(Process):
         if self.drain:
             self.drain = False
             self.write(self.drained)
-        elif any(key not in self.lost for key in self.members if simulation.elastic(key)) or not any(
-            map(simulation.elastic, self.members)
-        ):
+        elif any(map(simulation.elastic, present)) or not any(map(simulation.elastic, self.members)):
             first = self.step == 0
             self.step = max(self.step, self.base) + 1
             if first:
@@ -180,8 +242,9 @@ class Worker(Process):
             clock.at(STEP, self, self.work)
 
     def give_up(self, key: Key) -> None:
-        self.lost.add(key)
-        self.lost_peers += (key,)
+        peer = LostPeer(Join(*key, self.parts[key]))
+        self.lost.add(peer)
+        self.lost_peers += (peer,)
         self.supervisor.send_soon()
 
     # -- it writes
@@ -236,6 +299,11 @@ class Worker(Process):
 
     # -- it ends
 
+    def notice_end(self, generation: int) -> None:
+        """Rank 0's worker of `generation` has ended."""
+        if self.attached and self.generation == generation:
+            self.lose_rank0()
+
     def kill(self, why: Outcome) -> None:
         """By its supervisor."""
         self.why = self.why or why
@@ -265,6 +333,6 @@ class Worker(Process):
             for key in self.members:
                 peer = simulation.workers.get((self.generation, key))
                 if peer and peer is not self and clock.random.random() < 0.7:
-                    clock.at(clock.random.uniform(0, 1), peer, peer.end, "lost")
+                    clock.at(clock.random.uniform(0, 1), peer, peer.notice_end, self.generation)
         if not self.supervisor.dead:
             clock.at(0, self.supervisor, self.supervisor.worker_ended, self)

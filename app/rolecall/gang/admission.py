@@ -33,15 +33,22 @@ class Admission:
         self._wanted = {name: role.minimum for name, role in self._roles.items()}
         self._previous = ()
 
-    def died(self, key: Key, now: float) -> None:
+    def joined(self, members: Iterable[Key], now: float) -> None:
+        """`members` have joined the generation."""
+        self._since.update({key: self._since.get(key, now) for key in members})
+
+    def died(self, key: Key, now: float) -> int:
         """An elastic rank's worker died. A rank that dies soon after it joined, again and again, is readmitted with
-        exponential backoff."""
+        exponential backoff, as often as its role allows. Returns the number of such deaths in a row."""
+        role = self._roles[key[0]]
         early = now - self._since.pop(key, now) < self._rules.stable_after
         deaths = self._deaths[key] = self._deaths.get(key, 0) + 1 if early else 0
+        pause = self._rules.rejoin_interval if role.backoff is None else role.backoff
         doublings = min(deaths - 1, 10)
-        self._until[key] = (
-            now + min(self._rules.rejoin_interval * 2**doublings, MAX_BACKOFF_SECONDS) if deaths > 1 else now
-        )
+        self._until[key] = now + min(pause * 2**doublings, MAX_BACKOFF_SECONDS) if deaths > 1 else now
+        if role.restarts is not None and deaths > role.restarts:
+            self._until[key] = float("inf")
+        return deaths
 
     def replaced(self, old: MemberRecord) -> None:
         """`old` had a worker, and may live on elsewhere: it ends that worker within a lease."""
@@ -52,8 +59,8 @@ class Admission:
         return sorted(key for key, each in others.items() if each.idle and not each.leaving and self._welcome(key, now))
 
     def chosen(self, members: Members, now: float) -> list[Key]:
-        """The members of a generation that would start now, in order of rank. Backoff does not apply to a role that
-        would have too few members."""
+        """The members of a generation that would start now, in order of rank: without those that wait for a backoff, or
+        load a worker, unless a role would have too few members."""
         staying: dict[str, list[Key]] = {name: [] for name in self._roles}
         for key, member in members.items():
             if not member.leaving:
@@ -61,7 +68,13 @@ class Admission:
         chosen = []
         for name, role in self._roles.items():
             welcome = [key for key in staying[name] if self._welcome(key, now)]
-            chosen += sorted(welcome if role.elastic and len(welcome) >= role.minimum else staying[name])
+            loaded = [key for key in welcome if members[key].heartbeat.worker.state != "loading"]
+            for keys in (loaded, welcome):
+                if role.elastic and len(keys) >= role.minimum:
+                    chosen += sorted(keys)
+                    break
+            else:
+                chosen += sorted(staying[name])
         return chosen
 
     def wanted(self, name: str, waited: float) -> int:

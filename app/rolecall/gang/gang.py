@@ -9,13 +9,14 @@ from typing import Any
 from rolecall.errors import FAILED, USAGE
 from rolecall.gang.admission import Admission
 from rolecall.gang.budget import RestartBudget
-from rolecall.gang.compact import answer_to, name_of_directive, text_of
+from rolecall.gang.compact import answer_to, name_of_directive, pack, text_of
 from rolecall.gang.directives import Epochs
-from rolecall.gang.generation import Drain, Generation
+from rolecall.gang.generation import Drain, Generation, Part
 from rolecall.gang.protocol import (
     ACTIVE,
     DRAIN_EXEMPT_PHASES,
     ERRORS,
+    JOIN_SECONDS,
     OVER,
     PEER_REPORT_SECONDS,
     Answer,
@@ -28,6 +29,7 @@ from rolecall.gang.protocol import (
     GangState,
     Heartbeat,
     Key,
+    LostPeer,
     RoleSpec,
     Rules,
     SharedSettings,
@@ -39,18 +41,20 @@ from rolecall.gang.roster import MemberRecord, Roster, same_node
 
 
 class Gang:
-    """The coordinator's state machine. A *generation* is a fixed set of members, each with a fresh worker.
+    """The coordinator's state machine. A *generation* is rank 0's worker with the workers that it meets: those of fixed
+    roles for as long as it lasts, those of elastic roles from when they join until they leave or are lost.
 
     | state | event | next state |
     | --- | --- | --- |
     | gathering | `Admission` and `RestartBudget` miss nothing, and the generation's number is on disk | running |
     | gathering | something is missing for `rejoin_timeout` | failed |
     | running | an elastic rank leaves or is lost, its role keeps its minimum, all workers have connected | running |
-    | running | a rank that is needed leaves, or a newcomer is welcome | draining |
+    | running | a rank of an elastic role that stays is welcome, has loaded a worker, its place is on disk | running |
+    | running | a rank that is needed leaves, or one of an elastic role that does not stay is welcome | draining |
     | draining | the drain fails, or takes too long for a newcomer | running |
     | draining | rank 0's worker has drained, or the drain for a fixed rank takes too long | stopping |
     | running, draining | a fixed rank is lost, a role falls below its minimum, a loss before all connected | stopping |
-    | stopping | every member is proved to have no worker, or was silent for a lease | gathering |
+    | stopping | every member is proved to have no worker in it, or was silent for a lease | gathering |
     | any but failed | rank 0's worker finished, and DONE is on disk | finished |
     | any but finished | bad input; or `max_failures` or the restart budget is spent, and FAILED is on disk | failed |
 
@@ -59,9 +63,9 @@ class Gang:
     meanwhile. If an effect is no longer due when it is on disk, its number is given up.
 
     Safety rests on three rules. A generation starts only if every worker of the one before is proved to be stopped, or
-    its member was silent for a lease, by which time the member has ended that worker itself. Only a heartbeat sent
-    after the directive to stop proves a stop, so epochs exceed those of earlier coordinators. Generation numbers are on
-    disk before use.
+    to be detached from it, or its member was silent for a lease, by which time the member has done so itself. Only a
+    heartbeat sent after the directive proves that, so epochs exceed those of earlier coordinators. Generation numbers,
+    and the members of a generation, are on disk before use.
 
     `incarnation` is that of rank 0's supervisor. `last`, `previous`, `done`, `failed` and `budget` are what an earlier
     coordinator left on disk. Ranks of another `job`, or with other `settings`, are refused. Times are in seconds.
@@ -103,6 +107,7 @@ class Gang:
         self._ticked, self._resumed_at = now, float("-inf")
         self._finishing = False  # rank 0's worker has finished; DONE is not on disk
         self._verdict: Verdict | None = None  # FAILED is not on disk
+        self._joins_at = float("-inf")  # when the next ones may join
         self._writing: Effect | None = None
         self._writing_since = now
 
@@ -162,7 +167,7 @@ class Gang:
 
     def _replace(self, key: Key, member: MemberRecord, heartbeat: Heartbeat, now: float) -> None:
         """A new incarnation. The old supervisor has died, and its worker with it, or it may live on elsewhere."""
-        if (self._live(key) or not member.idle) and not same_node(member.heartbeat, heartbeat):
+        if (self._live(key) or self._joins(key) or not member.idle) and not same_node(member.heartbeat, heartbeat):
             self._admission.replaced(member)
         self._lose(key, "restarted", f"{name_of(key)} was started again", now)
 
@@ -176,7 +181,18 @@ class Gang:
         worker = heartbeat.worker
         if key == self.rank0:
             self._follow_rank0(heartbeat, now)
-        if worker.state != "ended" or self._finishing:
+        if self._finishing:
+            return
+        if part := self._joins(key):
+            self._follow_joining(key, part, worker, now)
+            return
+        mine = self.generation.parts.get(key)
+        if mine is None or mine.number != worker.join:
+            return  # a worker of an earlier part
+        if worker.state == "ready" and worker.outcome == "lost" and self._live(key):
+            self._detached(key, worker, now)
+            return
+        if worker.state != "ended":
             return
         if not self._live(key) and not self.generation.was_unreachable(key, heartbeat):
             return
@@ -193,6 +209,32 @@ class Gang:
             reason = f"the worker of {name_of(key)} ended: {worker.outcome}"
             self._lose(key, worker.outcome, reason, now, _end_of(key, worker))
 
+    def _follow_joining(self, key: Key, part: Part, worker: WorkerStatus, now: float) -> None:
+        """The worker of a member that joins."""
+        if worker.join != part.number:
+            return
+        reason = f"{name_of(key)}: {worker.error}"
+        match worker.state:
+            case "ready" if part.state == "loading":
+                part.state = "ready"
+            case "running" if part.state == "joining":
+                part.state = "met"
+            case "ready" if part.state == "joining" and worker.outcome == "lost":
+                self._lose(key, "lost", f"{name_of(key)} could not join: {worker.error}", now)
+            case "ended" if worker.outcome == "refused":
+                self._fail(Verdict(reason, USAGE, final=False), now)
+            case "ended" if worker.outcome in ERRORS and (cause := self._budget.failed(self.generation.number, reason)):
+                self._fail(Verdict(cause, FAILED), now)
+            case "ended":
+                self._lose(key, worker.outcome, f"the worker of {name_of(key)} ended: {worker.outcome}", now)
+
+    def _detached(self, key: Key, worker: WorkerStatus, now: float) -> None:
+        """A worker that stays has left the generation by itself, since it lost a peer, or rank 0 was silent."""
+        if self._elastic(key):
+            self._lose(key, "lost", f"{name_of(key)} left the generation: {worker.error}", now)
+        else:
+            self.generation.peer_lost_at.setdefault(key, now)
+
     def _follow_rank0(self, heartbeat: Heartbeat, now: float) -> None:
         """Rank 0's worker. Its success counts even if its generation has just ended because of another rank."""
         worker, generation = heartbeat.worker, self.generation
@@ -204,7 +246,7 @@ class Gang:
         if worker.step:
             self.events += self._budget.advance(worker.step, now)
         for peer in worker.lost_peers:
-            self._lose(peer, "unreachable", f"{name_of(peer)} does not answer {name_of(self.rank0)}", now)
+            self._lose_peer(peer, now)
         busy = self.state == "draining" and worker.phase in DRAIN_EXEMPT_PHASES
         if generation.drain and generation.drain.set_busy(busy, now):
             self._epochs.advance()  # members that are leaving wait as long
@@ -212,6 +254,16 @@ class Gang:
             generation.drains_failed = worker.drains_failed
             if self.state == "draining":
                 self._abandon_drain(now)
+
+    def _lose_peer(self, peer: LostPeer, now: float) -> None:
+        key = peer.join.role, peer.join.ordinal
+        part = self.generation.parts.get(key)
+        if part is None or part.number != peer.join.number:
+            return
+        if peer.replace:
+            self._lose(key, "replaced", f"{name_of(self.rank0)} wants another worker of {name_of(key)}", now)
+        else:
+            self._lose(key, "unreachable", f"{name_of(key)} does not answer {name_of(self.rank0)}", now)
 
     def resumed(self, step: int) -> None:
         """Rank 0's worker starts from the checkpoint of `step`."""
@@ -228,7 +280,8 @@ class Gang:
         if self._writing is None and due is not None:
             self._writing, self._writing_since = due, now
             return due
-        if self._writing and self._writing.kind != "begin" and now - self._writing_since > self.rules.rejoin_timeout:
+        over = self._writing is not None and self._writing.kind in ("done", "failed")
+        if over and now - self._writing_since > self.rules.rejoin_timeout:
             self.written(False, now)
         return None
 
@@ -241,7 +294,7 @@ class Gang:
         if self._advance(now) != effect:
             if on_disk:
                 self.number = max(self.number, effect.generation)  # given up
-        elif on_disk or effect.kind != "begin":
+        elif on_disk or effect.kind not in ("begin", "join"):
             self._confirm(effect, now)
 
     def _advance(self, now: float) -> Effect | None:
@@ -260,11 +313,12 @@ class Gang:
                 return self._gather(now)
             case "running":
                 self._run(now)
+                return self._join(now) if self.state == "running" else None
             case "draining":
                 self._check_drain(now)
             case "stopping":
                 # one that is silent for a lease, and so no member any more, has ended its own worker
-                if all(self.members[key].idle for key in self.generation.members if key in self.members):
+                if all(self.members[key].idle for key in self.generation.parts if key in self.members):
                     self._enter("gathering", now)
         return None
 
@@ -294,6 +348,9 @@ class Gang:
             self._finishing = False
             self._end("finished", now)
             self.events.append(Event("finished", summary=self.summary))
+        elif effect.kind == "join":
+            self.generation.begin_joining(effect.members)
+            self._epochs.advance()
         elif effect.verdict:
             self._end_failed(effect.verdict, now)
         else:
@@ -301,6 +358,8 @@ class Gang:
             self.number = effect.generation
             self.generation = Generation(effect.generation, members, now)
             self._admission.started(members, now)
+            for key in members:
+                self.members[key].ends = False
             self._enter("running", now)
             self.events.append(Event("generation", number=self.number, members=text_of(members)))
 
@@ -322,6 +381,8 @@ class Gang:
 
     def _run(self, now: float) -> None:
         generation = self.generation
+        for key in [key for key in self._leavers if self._joins(key)]:
+            self._lose(key, "left", f"{name_of(key)} left", now)
         leaving = [key for key in generation.keys if key in self._leavers and self._live(key)] if self._leavers else []
         for key in leaving:
             if self._elastic(key) and self._count(key[0]) > self.roles[key[0]].minimum:
@@ -333,12 +394,35 @@ class Gang:
             return
         if leaving := list(filter(self._live, leaving)):
             self._drain(f"{name_of(leaving[0])} is leaving", now)
-        elif now - generation.started >= self.rules.rejoin_interval:
-            if len(self.members) == sum(self._count(role) for role in self.roles):
-                return  # all are in, as nearly always
-            others = {key: member for key, member in self.members.items() if not self._live(key)}
-            if newcomers := self._admission.newcomers(others, now):
-                self._drain(f"taking in {text_of(newcomers)}", now)
+            return
+        if len(self.members) == sum(self._count(role) for role in self.roles):
+            return  # all are in, as nearly always
+        others = {key: member for key, member in self.members.items() if not self._live(key) and not self._joins(key)}
+        newcomers = self._admission.newcomers(others, now)
+        for key in newcomers:
+            if self._stays(key) and generation.connected:
+                others[key].ends = False
+                generation.begin_loading(key, others[key].heartbeat.incarnation)
+                self._epochs.advance()
+        newcomers = [key for key in newcomers if not self._stays(key)]
+        if newcomers and now - generation.started >= self.rules.rejoin_interval:
+            self._drain(f"taking in {text_of(newcomers)}", now)
+
+    def _join(self, now: float) -> Effect | None:
+        """Those that have joined are in, and those that are ready may join: in batches, since each member learns of
+        them. Returns the effect that puts the places of the latter on disk."""
+        generation = self.generation
+        if now >= self._joins_at:
+            if joined := generation.admit():
+                self._joins_at = now + JOIN_SECONDS
+                self._admission.joined(joined, now)
+                self._epochs.advance()
+                self.events.append(Event("joined", members=text_of(joined)))
+            if generation.batch is None and (ready := generation.ready()):
+                members = tuple(dict.fromkeys((*generation.keys, *ready)))
+                generation.batch = Effect("join", generation.number, members, budget=self.budget)
+                self._joins_at = now + JOIN_SECONDS
+        return generation.batch
 
     def _check_drain(self, now: float) -> None:
         drain = self.generation.drain
@@ -370,19 +454,42 @@ class Gang:
     def _lose(self, key: Key, cause: Cause, reason: str, now: float, end: str = "") -> None:
         """A worker has ended, or its member is given up. The generation ends, or goes on without an elastic rank.
         `end` says how the worker ended, for the budget."""
-        if not self._live(key) or self._closing:
+        if self._closing:
             return
-        if self._elastic(key) and cause not in ("left", "lost"):
-            self._admission.died(key, now)
+        if self._joins(key):
+            self._end_joining(key, cause, end or reason, now)
+            return
+        if not self._live(key):
+            return
+        if self._elastic(key) and cause not in ("left", "lost", "replaced") and self._dies_too_often(key, reason, now):
+            return
         if not self._elastic(key) or not self.generation.connected:
             self._stop(cause, reason, now, end)
             return
         self.generation.lose(key, cause, end or reason)
+        self.members[key].ends = cause == "replaced"
         if cause == "lost":  # it lost a peer, which reports its own end in a moment
             self.generation.hold_until = now + PEER_REPORT_SECONDS
         self._epochs.advance()
         self.members[key].stop_epoch = self._epochs.newest
         self.events.append(Event("lost", cause=cause, reason=reason))
+
+    def _end_joining(self, key: Key, cause: Cause, end: str, now: float) -> None:
+        """A member that joins is lost: its worker could not load, or not join, or its rank is gone."""
+        if cause != "left" and self._dies_too_often(key, end, now):
+            return
+        self.generation.lose(key, cause, end)
+        self._epochs.advance()
+        self.members[key].stop_epoch = self._epochs.newest
+        self.events.append(Event("lost", cause=cause, reason=end))
+
+    def _dies_too_often(self, key: Key, reason: str, now: float) -> bool:
+        """An elastic rank's worker died. Returns whether the job fails of that."""
+        role, deaths = self.roles[key[0]], self._admission.died(key, now)
+        if not role.required or role.restarts is None or deaths <= role.restarts:
+            return False
+        self._fail(Verdict(f"{name_of(key)} died {deaths} times soon after it had joined: {reason}", FAILED), now)
+        return True
 
     def _stop(self, cause: Cause, reason: str, now: float, end: str = "") -> None:
         """Ends the generation; or the job, if that is one generation without progress too many."""
@@ -390,7 +497,7 @@ class Gang:
             self._fail(verdict, now)
             return
         self.reason = reason
-        working = [self.members[key] for key in self.generation.keys if self._live(key)]
+        working = [self.members[key] for key in self.generation.parts if self._live(key) or self._joins(key)]
         self._enter("stopping", now)
         for member in working:  # an earlier heartbeat without a worker may be older than its worker
             member.stop_epoch = self._epochs.newest
@@ -411,9 +518,9 @@ class Gang:
 
     def _end(self, state: GangState, now: float) -> None:
         """The job is over. Members that are away for a moment must learn so too."""
-        away = () if self.state == "gathering" else self.generation.members
-        keys, lost = (*self.members, *away), self.generation.lost
-        self._uninformed = {key for key in keys if key not in self._leavers and lost.get(key) != "left"}
+        away = () if self.state == "gathering" else self.generation.keys
+        keys, causes = (*self.members, *away), self.generation.causes
+        self._uninformed = {key for key in keys if key not in self._leavers and causes.get(key) != "left"}
         self._enter(state, now)
 
     # ---- directives out
@@ -431,10 +538,9 @@ class Gang:
         if self.state == "finished" or self.state == "failed":
             over, reason = self.state, self.reason
             return Directive(over, ordinal, epoch, role=role, reason=reason, code=self.code, final=self.final)
-        if self._live(key):
-            number, members, lost = self.generation.number, self.generation.keys, self.generation.lost_keys
+        if self._live(key) or self._joins(key):
+            order = self._order_to_run(key)
             drain = self.generation.drain if self.state == "draining" else None
-            order = Directive("run", ordinal, epoch, role=role, generation=number, members=members, lost=lost)
             if drain and key == self.rank0:
                 return replace(order, drain=True, reason=self.reason)
             # only a member that is leaving would give the drain up
@@ -442,12 +548,34 @@ class Gang:
         # rank 0 leaves last: the others learn from it that they may
         if key in self._leavers and self.members[key].idle and (key != self.rank0 or self.state == "gathering"):
             return Directive("leave", ordinal, epoch, role=role, reason="left")
-        return Directive("stop", ordinal, epoch, role=role, reason=self.reason)
+        keeps = self._stays(key) and not self.members[key].ends
+        return Directive("detach" if keeps else "stop", ordinal, epoch, role=role, reason=self.reason)
+
+    def _order_to_run(self, key: Key) -> Directive:
+        generation, (role, ordinal) = self.generation, key
+        part = generation.parts[key]
+        order = Directive(
+            "load",
+            ordinal,
+            self._epochs.newest,
+            role=role,
+            generation=generation.number,
+            join=part.number,
+            stays=self._stays(key),
+        )
+        if part.state in ("loading", "ready"):
+            return order
+        keys, lost = generation.keys, generation.lost_keys
+        if part.state != "in":
+            lost = tuple(other for other in lost if other != key)
+        return replace(order, kind="run", members=keys, listed=len(keys), lost=lost, joined=generation.joined)
 
     def answer(self, key: Key, beat: Beat) -> Answer:
         """The answer to `beat` of the member `key`: what it must do now, as far as it does not know."""
-        generation = self.generation
-        return answer_to(self.incarnation, beat, self.directive(key), generation.ranges, generation.lost_ranges)
+        generation, directive = self.generation, self.directive(key)
+        same = directive.lost == generation.lost_keys
+        lost = generation.lost_ranges if same else pack(directive.lost)
+        return answer_to(self.incarnation, beat, directive, generation.ranges, lost)
 
     def answer_if_due(self, key: Key, beat: Beat, received_at: float, now: float) -> Answer | None:
         """The answer to `beat`; None while the request is to wait for another directive."""
@@ -497,6 +625,15 @@ class Gang:
     def _live(self, key: Key) -> bool:
         """Whether `key`, in its present incarnation, is part of a generation that runs."""
         return self.state in ("running", "draining") and self.generation.has(key, self.members.get(key))
+
+    def _joins(self, key: Key) -> Part | None:
+        """The part of `key`, in its present incarnation, if it joins a generation that runs."""
+        if self.state not in ("running", "draining"):
+            return None
+        return self.generation.pending(key, self.members.get(key))
+
+    def _stays(self, key: Key) -> bool:
+        return self.roles[key[0]].stays and key != self.rank0
 
     def _elastic(self, key: Key) -> bool:
         return self.roles[key[0]].elastic

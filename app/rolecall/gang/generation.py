@@ -1,13 +1,17 @@
-"""The newest generation: its members, the ranks that it lost, and its drain."""
+"""The newest generation: its members, those that join it and that it lost, and its drain."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rolecall.gang.compact import pack
-from rolecall.gang.protocol import Cause, Heartbeat, Key
+from rolecall.gang.protocol import Cause, Effect, Heartbeat, Join, Key
 from rolecall.gang.roster import MemberRecord
+
+PartState = Literal["loading", "ready", "joining", "met", "in", "lost"]
 
 
 @dataclass
@@ -36,15 +40,28 @@ class Drain:
 
 
 @dataclass
+class Part:
+    """A member's part in a generation, with its `number` (see `Join`).
+
+    A member that joins later loads a worker (`loading`) until that can join (`ready`). Once its place is on disk, the
+    worker meets the others' (`joining`) until it has (`met`); from then on it is `in`, and the others learn of it.
+    """
+
+    incarnation: str
+    number: int = 0
+    state: PartState = "in"
+
+
+@dataclass
 class Generation:
-    """`members` are in order of rank, each with its incarnation. `connected`: its workers have met, so it can go on
-    without an elastic rank."""
+    """`members` are those that it begins with, in order of rank, each with its incarnation. `connected`: its workers
+    have met, so that it can go on without an elastic rank, and others can join."""
 
     number: int
     members: dict[Key, str]
     started: float
     connected: bool = False
-    lost: dict[Key, Cause] = field(default_factory=dict)  # elastic ranks that it goes on without
+    causes: dict[Key, Cause] = field(default_factory=dict)  # of the losses of elastic ranks that it goes on without
     last_loss: str = ""
     drain: Drain | None = None
     drains_failed: int = 0
@@ -53,27 +70,85 @@ class Generation:
     peer_lost_at: dict[Key, float] = field(default_factory=dict)  # fixed ranks whose worker ended for a lost peer
 
     def __post_init__(self) -> None:
-        self.keys = tuple(self.members)
-        self.ranges = pack(self.keys)
-        self.lost_keys: tuple[Key, ...] = ()  # sorted
-        self.lost_ranges = pack(())
-        self._counts = Counter(role for role, _ in self.keys)
+        self.parts = {key: Part(incarnation) for key, incarnation in self.members.items()}
+        self.batch: Effect | None = None  # puts the places of those that were ready on disk
+        self._joins = 0
+        self._list(tuple(self.members))
+
+    def _list(self, keys: tuple[Key, ...]) -> None:
+        """Makes the lists for directives. `keys` are all members that it has had, in order of rank."""
+        states = {key: self.parts[key] for key in keys}
+        self.keys = keys
+        self.ranges = pack(keys)
+        self.lost_keys = tuple(sorted(key for key, part in states.items() if part.state != "in"))
+        self.lost_ranges = pack(self.lost_keys)
+        self.joined = tuple(
+            Join(*key, part.number) for key, part in states.items() if part.number and part.state == "in"
+        )
+        self._counts = Counter(role for (role, _), part in states.items() if part.state == "in")
+
+    # ---- those that join
+
+    def begin_loading(self, key: Key, incarnation: str) -> None:
+        """The member `key` is to load a worker, which then joins. One that was lost keeps its rank."""
+        self._joins += 1
+        self.parts[key] = Part(incarnation, self._joins, "loading")
+
+    def pending(self, key: Key, member: MemberRecord | None) -> Part | None:
+        """The part of `member`, in its present incarnation, if it joins and is not in yet."""
+        part = self.parts.get(key)
+        if part is None or member is None or part.incarnation != member.heartbeat.incarnation:
+            return None
+        return None if part.state in ("in", "lost") else part
+
+    def ready(self) -> tuple[Key, ...]:
+        """Those that can join as soon as their places are on disk."""
+        return tuple(key for key, part in self.parts.items() if part.state == "ready")
+
+    def begin_joining(self, keys: Iterable[Key]) -> None:
+        """The places of `keys` are on disk: the workers of those that are ready may meet the others'."""
+        self.batch = None
+        for key in keys:
+            if (part := self.parts.get(key)) and part.state == "ready":
+                part.state = "joining"
+        new = (key for key in keys if key in self.parts and key not in self.keys)
+        self._list((*self.keys, *new))
+
+    def admit(self) -> tuple[Key, ...]:
+        """Those whose workers have met the others' are in. Returns them."""
+        met = tuple(key for key, part in self.parts.items() if part.state == "met")
+        for key in met:
+            self.parts[key].state = "in"
+            self.causes.pop(key, None)
+        if met:
+            self._list(self.keys)
+        return met
+
+    # ---- those that are in, or lost
 
     def lose(self, key: Key, cause: Cause, end: str) -> None:
         """The generation goes on without `key`; `end` says how that rank was lost."""
-        self.lost[key], self.last_loss = cause, end
-        self.lost_keys = tuple(sorted(self.lost))
-        self.lost_ranges = pack(self.lost_keys)
-        self._counts[key[0]] -= 1
+        part = self.parts[key]
+        if part.state == "in":
+            self.causes[key], self.last_loss = cause, end
+        if key in self.keys:
+            part.state = "lost"
+            self._list(self.keys)
+        else:
+            del self.parts[key]
 
     def count(self, role: str) -> int:
-        """Members with `role` that are not lost."""
+        """Members with `role` that are in."""
         return self._counts[role]
 
     def has(self, key: Key, member: MemberRecord | None) -> bool:
-        """Whether `member`, in its present incarnation, belongs to the generation."""
-        return member is not None and key not in self.lost and self.members.get(key) == member.heartbeat.incarnation
+        """Whether `member`, in its present incarnation, is in."""
+        part = self.parts.get(key)
+        if part is None or member is None:
+            return False
+        return part.state == "in" and part.incarnation == member.heartbeat.incarnation
 
     def was_unreachable(self, key: Key, heartbeat: Heartbeat) -> bool:
         """Whether rank 0's worker gave this member up, maybe before its supervisor reported how its worker ended."""
-        return self.lost.get(key) == "unreachable" and self.members.get(key) == heartbeat.incarnation
+        part = self.parts.get(key)
+        return self.causes.get(key) == "unreachable" and part is not None and part.incarnation == heartbeat.incarnation

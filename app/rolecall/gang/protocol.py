@@ -10,10 +10,12 @@ Ranges = tuple[tuple[str, str], ...]  # a role and ordinals in it, as in ("obser
 WorkerState = Literal["none", "loading", "ready", "starting", "running", "ended"]
 Failure = Literal["failed", "crashed", "stuck"]
 Outcome = Failure | Literal["", "finished", "drained", "killed", "refused", "lost", "silent", "stopped"]
-Cause = Outcome | Literal["left", "restarted", "unreachable", "replaced"]  # why a generation ended, or an elastic rank was lost
+Cause = (
+    Outcome | Literal["left", "restarted", "unreachable", "replaced"]
+)  # why a generation ended, or an elastic rank was lost
 GangState = Literal["gathering", "running", "draining", "stopping", "finished", "failed"]
 DirectiveKind = Literal["run", "load", "detach", "stop", "leave", "finished", "failed"]
-EffectKind = Literal["begin", "done", "failed"]
+EffectKind = Literal["begin", "join", "done", "failed"]
 ActionKind = Literal["end", "start", "load", "attach", "detach", "update"]
 EventKind = Literal[
     "generation", "joined", "draining", "drain given up", "stopped", "lost", "recovered", "finished", "failed"
@@ -31,6 +33,7 @@ FENCE = 0.8  # fraction of a lease without an answer after which a member ends i
 DETACH = 0.6  # fraction of a lease after which a worker that stays leaves its generation, so that it need not end
 MAX_BACKOFF_SECONDS = 300.0
 OUT_OF_MEMORY = "out of memory"  # prefix of the hint at a worker's end that the kernel has counted as such
+JOIN_SECONDS = 0.2  # between two batches of members that join: each costs every member a message
 PEER_REPORT_SECONDS = 1.0  # from a rank's loss of a peer until that peer has reported its own end
 
 
@@ -54,10 +57,8 @@ class LostPeer(NamedTuple):
 class RoleSpec:
     """A role's name and its numbers of members, which are equal unless it is elastic.
 
-    The workers of a role that `stays` keep their process and their object when a generation ends, but for rank 0's. A
-    member of an elastic role that dies soon after it joined, more than once in a row, waits for `backoff` seconds, twice
-    as long each time (None: REJOIN_INTERVAL), at most `restarts` times (None: always); then it is given up, or the job
-    fails if `required`.
+    The workers of a role that `stays` keep their process and their object when a generation ends, but for rank 0's.
+    For `restarts`, `backoff` and `required` see `Role`.
     """
 
     name: str
@@ -182,7 +183,7 @@ class Directive:
     from any generation, and keep it; stop it; leave, or exit since the job is over.
 
     `role` and `ordinal` are the member's place, `join` the number of its part in the generation. `members` are all that
-    the generation has had, in order of rank; `lost` those that it goes on without; `joined` those that joined later, and
+    the generation has had, in order of rank; `lost` those that it goes on without; `joined` those that joined later and
     are not lost. A worker that `stays` is detached, not ended, if rank 0 is silent. `drain` asks rank 0's worker for a
     checkpoint. `busy` tells a member that is leaving not to give up the drain: rank 0's
     worker is in a phase. `final`: the job stays failed when it is started again.
@@ -203,6 +204,7 @@ class Directive:
     join: int = 0
     joined: tuple[Join, ...] = ()
     stays: bool = False
+    listed: int = 0  # how many members the list has
 
     @property
     def content(self) -> tuple[object, ...]:
@@ -256,8 +258,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Effect:
-    """What must be on disk before the gang goes on: `begin` a generation, or the job is `done`, or has `failed` for
-    good, as `verdict` says."""
+    """What must be on disk before the gang goes on: the `members` that `begin` a generation, or that it has with those
+    that `join` it; or the job is `done`, or has `failed` for good, as `verdict` says."""
 
     kind: EffectKind
     generation: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rolecall.gang.protocol import ALIVE, Directive, Heartbeat, Key, RejectedError, RoleSpec, SharedSettings, name_of
+from rolecall.gang.protocol import ATTACHED, Directive, Heartbeat, Key, RejectedError, RoleSpec, SharedSettings, name_of
 
 MAX_NAMED_SETTINGS = 3
 MAX_VALUE_CHARACTERS = 80
@@ -25,11 +25,13 @@ class MemberRecord:
     sequence: int
     directive: Directive | None = None
     revision: int = -1
+    ends: bool = False  # its worker is to end, also if its role stays
 
     @property
     def idle(self) -> bool:
-        """Whether it is proved to have no worker, by a heartbeat sent after it carried out the directive to stop."""
-        return self.heartbeat.worker.state not in ALIVE and self.heartbeat.epoch >= self.stop_epoch
+        """Whether it is proved to have no worker in a generation, by a heartbeat sent after it carried out the
+        directive to stop or detach it."""
+        return self.heartbeat.worker.state not in ATTACHED and self.heartbeat.epoch >= self.stop_epoch
 
     @property
     def leaving(self) -> bool:

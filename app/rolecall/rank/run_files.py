@@ -192,7 +192,7 @@ class RunFiles:
         if effect.kind == "done":
             checkpoint = ["the last checkpoint"] if effect.summary.get("saved") is False else []
             self._unsaved = [*checkpoint, rundir.DONE]
-        if effect.kind != "begin":  # a rank 0 that is killed after DONE reports the run by its history
+        if effect.kind in ("done", "failed"):  # a rank 0 that is killed after DONE reports the run by its history
             await self.journal.save()
         on_disk = await self.disk.run(self._persist, effect)
         if effect.kind == "done" and on_disk:
@@ -201,7 +201,7 @@ class RunFiles:
 
     def _persist(self, effect: Effect) -> bool:
         self._require_lock()  # before it writes what a second run may have written
-        if effect.kind == "begin":
+        if effect.kind in ("begin", "join"):
             return self._write_generation(effect.generation, effect.members, effect.budget)
         try:
             if effect.verdict:
@@ -228,7 +228,7 @@ class RunFiles:
             if time.monotonic() - self._logged_at > LOG_REPEAT_SECONDS:
                 self._logged_at = time.monotonic()
                 self.log.error(
-                    "no generation can start: its number cannot be written to CHECKPOINT_DIR",
+                    "no generation can start, and nobody join one: its number and members cannot be written to CHECKPOINT_DIR",
                     directory=str(self.directory),
                     problem=error.strerror,
                 )

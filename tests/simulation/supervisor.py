@@ -190,7 +190,7 @@ class Supervisor(Process):
 
     def tick(self) -> None:
         heartbeat = self.worker.last_heartbeat if self.worker else None
-        outcome = self.member.tick(self.clock.now, heartbeat)
+        outcome = self.member.tick(self.clock.now, heartbeat, self.status.state)
         if outcome == "detach" and self.worker and self.worker.attached:
             self.detach(self.worker, "rank 0 is silent")
         elif outcome and self.worker and self.worker.alive:

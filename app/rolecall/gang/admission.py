@@ -50,9 +50,11 @@ class Admission:
             self._until[key] = float("inf")
         return deaths
 
-    def replaced(self, old: MemberRecord) -> None:
-        """`old` had a worker, and may live on elsewhere: it ends that worker within a lease."""
-        self._fenced_at = max(self._fenced_at, old.received_at + self._rules.lease)
+    def replaced(self, key: Key, old: MemberRecord) -> None:
+        """`old`, at the place `key`, had a worker, and may live on elsewhere: it ends that worker within a lease."""
+        fenced_at = old.received_at + self._rules.lease
+        self._fenced_at = max(self._fenced_at, fenced_at)
+        self._until[key] = max(self._until.get(key, fenced_at), fenced_at)
 
     def newcomers(self, others: Members, now: float) -> list[Key]:
         """Those of `others` for which a running generation may be drained."""

@@ -167,9 +167,10 @@ class Gang:
 
     def _replace(self, key: Key, member: MemberRecord, heartbeat: Heartbeat, now: float) -> None:
         """A new incarnation. The old supervisor has died, and its worker with it, or it may live on elsewhere."""
-        if (self._live(key) or self._joins(key) or not member.idle) and not same_node(member.heartbeat, heartbeat):
-            self._admission.replaced(member)
+        works = self._live(key) or self._joins(key) or not member.idle
         self._lose(key, "restarted", f"{name_of(key)} was started again", now)
+        if works and not same_node(member.heartbeat, heartbeat):
+            self._admission.replaced(key, member)
 
     def crashed(self, key: Key, now: float) -> None:
         """The process of the rank `key` has ended. Its worker may outlive it for a moment, so the rank counts as

@@ -14,6 +14,8 @@ from rolecall.errors import FAILED, USAGE
 from rolecall.gang.compact import name_of_directive, name_of_list, unpack
 from rolecall.gang.protocol import (
     ALIVE,
+    ATTACHED,
+    DETACH,
     FENCE,
     OVER,
     ActionKind,
@@ -23,6 +25,7 @@ from rolecall.gang.protocol import (
     Heartbeat,
     Key,
     Rules,
+    WorkerState,
     WorkerStatus,
 )
 
@@ -32,7 +35,8 @@ TICKS = 24  # a lease
 
 @dataclass(frozen=True)
 class Action:
-    """The next thing to do for a directive: `end` the worker, `start` one, or `update` the running one."""
+    """The next thing to do for a directive: `end` the worker, `start` one as a part of a generation or `load` one
+    without; `attach` it to a generation or `detach` it; `update` what it knows."""
 
     kind: ActionKind
     directive: Directive
@@ -59,6 +63,7 @@ class Member:
         self._current: Directive | None = None  # being carried out, in one or two actions
         self._completed: Directive | None = None
         self._acting = False
+        self._place: Key | None = None  # that the worker was made for
         self.hurried = False  # by a signal
         self._leave_by = float("inf")
         self._ticked = now
@@ -131,7 +136,7 @@ class Member:
         """Takes the directive of `answer`. Returns False if its list of members is missing."""
         members: tuple[Key, ...] = ()
         if directive.kind == "run":
-            name = name_of_list(answer.coordinator, directive.generation)
+            name = name_of_list(answer.coordinator, directive.generation, directive.listed)
             if answer.members is not None:
                 self._list = name, unpack(answer.members)
             elif self._list[0] != name:
@@ -164,27 +169,25 @@ class Member:
     def next_action(self, worker: WorkerStatus) -> Action | None:
         """The next action for the newest directive; None while one is under way, or if nothing is left to do.
 
-        A directive is carried out wholly before the next one. A worker is started once a generation, and never beside
-        another.
+        A directive is carried out wholly before the next one. A worker is started once for each part in a generation,
+        and never beside another.
         """
         if self._acting or (self._current is None and self.directive is self._completed):
             return None
         directive = self._current = self._current or self.directive
         assert directive is not None
-        kind: ActionKind = "end"
-        if directive.kind == "run" and worker.generation == directive.generation:
-            kind = "update"
-        elif directive.kind == "run" and worker.state not in ALIVE:
-            kind = "start"
-        self._acting = True
+        self._acting, place = True, (directive.role, directive.ordinal)
+        kind = _kind_of_action(directive, worker, moved=place != self._place)
+        if kind in ("start", "load"):
+            self._place = place
         return Action(kind, directive)
 
     def action_done(self, action: Action) -> None:
         """`action` was carried out."""
         self._acting, directive = False, action.directive
-        if action.kind == "end" and directive.kind == "run":
-            return  # the start follows
-        if action.kind == "start" and directive.drain:
+        if action.kind in ("end", "detach") and directive.kind in ("run", "load"):
+            return  # the start or the like follows
+        if action.kind in ("start", "attach") and directive.drain:
             return  # the update follows: a worker learns of a drain only while it runs
         self._current, self._completed, self._epoch = None, directive, directive.epoch
         if directive.kind == "leave":
@@ -193,9 +196,13 @@ class Member:
 
     # ---- time
 
-    def tick(self, now: float, worker_heartbeat: float | None) -> Literal["", "silent", "stopped"]:
-        """Moves on to `now`; a live worker was last heard from at `worker_heartbeat`. If the worker is to be killed,
-        returns its outcome: `silent`, or `stopped` by the fence."""
+    def tick(
+        self, now: float, worker_heartbeat: float | None, state: WorkerState
+    ) -> Literal["", "silent", "detach", "stopped"]:
+        """Moves on to `now`; a live worker in `state` was last heard from at `worker_heartbeat`. If the worker is to be
+        killed, returns its outcome: `silent`, or `stopped` by the fence; `detach` if it is to leave its generation
+        before that. One without a generation needs no fence.
+        """
         if self.directive and self.directive.busy:
             self._leave_by += now - self._ticked
         if now - self._ticked > self.rules.lease / 3:
@@ -205,7 +212,13 @@ class Member:
             self.exit(FAILED)
         if self.is_silent(now, worker_heartbeat):
             return "silent"
-        return "stopped" if self.silence(now) > self.rules.lease * FENCE else ""
+        silence, lease = self.silence(now), self.rules.lease
+        if state not in ATTACHED:
+            return ""
+        if silence > lease * FENCE:
+            return "stopped"
+        stays = self.directive is not None and self.directive.stays
+        return "detach" if stays and silence > lease * DETACH else ""
 
     def is_silent(self, now: float, worker_heartbeat: float | None) -> bool:
         """Whether a live worker has been silent for a lease."""
@@ -232,3 +245,25 @@ class Member:
         """Whether it exits now. Rank 0 stays until the gang has `settled`, so that every member learns how the job
         ended, or until a signal; the others do not wait."""
         return self.exit_code is not None and (settled or self.hurried or not self.acknowledged)
+
+
+def _kind_of_action(directive: Directive, worker: WorkerStatus, moved: bool) -> ActionKind:
+    """What a directive asks for next, as the worker is now; `moved`: it was made for another place."""
+    if moved and worker.state in ALIVE and directive.kind in ("run", "load"):
+        return "end"
+    attached = worker.state in ATTACHED
+    same = (worker.generation, worker.join) == (directive.generation, directive.join)
+    leave: ActionKind = "detach" if directive.stays else "end"
+    match directive.kind, worker.state:
+        case "run", "loading" | "ready":
+            return "attach"
+        case "run", _:
+            return "update" if same else leave if attached else "start"
+        case "load", "none" | "ended":
+            return "update" if same else "load"
+        case "load", _:
+            return leave if attached else "update"
+        case "detach", _:
+            return "detach"
+        case _:
+            return "end"

@@ -72,14 +72,14 @@ class Store:
             return
         for worker in meeting.values():
             simulation.promises.meets(worker, generation)
-            clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected, worker.join)
+            clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected, worker.part)
 
     def _join(self, host: Worker) -> None:
         """Connect those that join the generation of `host`, which has met."""
         simulation, clock = self.simulation, self.simulation.clock
         for worker in simulation.all_workers:
             if worker.generation == host.generation and worker.join and self._there(worker):
-                clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected, worker.join)
+                clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected, worker.part)
 
     def meet_newest(self) -> None:
         self.meet(self.simulation.promises.newest)

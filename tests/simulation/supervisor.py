@@ -156,10 +156,10 @@ class Supervisor(Process):
     def detach(self, worker: Worker, problem: str = "") -> None:
         """Tell the worker to leave its generation; one that does not is killed."""
         worker.detach(problem)
-        self.clock.at(PATIENCE, self, self._lose_patience, worker, (worker.generation, worker.join))
+        self.clock.at(PATIENCE, self, self._lose_patience, worker, worker.part)
 
     def _lose_patience(self, worker: Worker, part: tuple[int, int]) -> None:
-        if worker.attached and part == (worker.generation, worker.join):
+        if worker.attached and part == worker.part:
             worker.kill("stopped")
 
     def worker_detached(self, worker: Worker) -> None:
@@ -190,7 +190,7 @@ class Supervisor(Process):
 
     def tick(self) -> None:
         heartbeat = self.worker.last_heartbeat if self.worker else None
-        outcome = self.member.tick(self.clock.now, heartbeat, self.status.state)
+        outcome = self.member.tick(self.clock.now, heartbeat, self.worker is not None and self.worker.attached)
         if outcome == "detach" and self.worker and self.worker.attached:
             self.detach(self.worker, "rank 0 is silent")
         elif outcome and self.worker and self.worker.alive:

@@ -43,6 +43,11 @@ class Worker(Process):
         return self.state in ATTACHED
 
     @property
+    def part(self) -> tuple[int, int]:
+        """Its part: the generation, and the number of its join."""
+        return self.generation, self.join
+
+    @property
     def status(self) -> WorkerStatus:
         """As its supervisor knows it."""
         summary = {"step": self.step} if self.outcome else {}
@@ -145,10 +150,10 @@ class Worker(Process):
 
     def detach(self, problem: str = "") -> None:
         """As its supervisor orders; `problem` is why it does so by itself."""
-        self.clock.at(self.clock.random.uniform(0.001, 0.1), self, self.leave, (self.generation, self.join), problem)
+        self.clock.at(self.clock.random.uniform(0.001, 0.1), self, self.leave, self.part, problem)
 
     def leave(self, part: tuple[int, int], problem: str) -> None:
-        if not self.attached or part != (self.generation, self.join):
+        if not self.attached or part != self.part:
             return
         self.state = "ready" if self.loaded else "loading"
         self.outcome, self.error = "lost" if problem else "stopped", problem
@@ -166,12 +171,12 @@ class Worker(Process):
             kill_rank(self.simulation, self.clock.random, self.rank)
 
     def arrive(self, part: tuple[int, int]) -> None:
-        if part == (self.generation, self.join) and self.state == "starting":
+        if part == self.part and self.state == "starting":
             self.here = True
             self.simulation.store.meet(self.generation)
 
     def too_late(self, part: tuple[int, int]) -> None:
-        if self.state == "starting" and part == (self.generation, self.join):
+        if self.state == "starting" and part == self.part:
             self.lose_rank0()
 
     def lose_rank0(self) -> None:
@@ -179,10 +184,10 @@ class Worker(Process):
         if not self.stays:
             self.end("lost")
         elif self.state == "starting":
-            self.leave((self.generation, self.join), "rank 0 is gone")
+            self.leave(self.part, "rank 0 is gone")
 
-    def connected(self, join: int) -> None:
-        if self.state != "starting" or join != self.join:
+    def connected(self, part: tuple[int, int]) -> None:
+        if self.state != "starting" or part != self.part:
             return
         self.state = "running"
         self.supervisor.send_soon()

@@ -34,6 +34,7 @@ from bench.stay_job import Load, Step
 
 MEMBERS = 6
 CALM_SECONDS = 3.0  # of steps before and after an event
+MIN_STEPS = 20  # of these
 KILL_SECONDS = 20.0
 SETTLE_SECONDS = 120.0  # beside the time of loading, for a run to have all members
 PERIOD = 0.05  # of looking
@@ -149,9 +150,16 @@ class Run:
         process.kill()
         return at
 
-    def calm(self) -> None:
-        """Lets it work undisturbed for a while."""
-        time.sleep(CALM_SECONDS)
+    def calm(self, members: int = MEMBERS) -> None:
+        """Waits until all members have worked in all steps of the last CALM_SECONDS."""
+        since = time.monotonic()
+
+        def is_calm() -> bool:
+            now = time.monotonic()
+            recent = [step.answers for step in self.steps if step.at > now - CALM_SECONDS]
+            return now - since > CALM_SECONDS and len(recent) >= MIN_STEPS and min(recent) == members
+
+        self.until(is_calm, f"steps of {members} members")
 
     def stall(self, since: float) -> float:
         """The longest time between two steps since `since`, beyond the usual one."""
@@ -205,8 +213,7 @@ def events(tree: Path, scale: Scale, on: On) -> dict[str, float]:
     """A join; the deaths of rank 0's worker, of rank 0, and of a member's worker."""
     with run(tree, scale, MEMBERS - 1) as job:
         on("the members load")
-        job.wait_for(MEMBERS - 1, 0.0)
-        job.calm()
+        job.calm(MEMBERS - 1)
         found: dict[str, float] = {}
 
         on("a member joins")
@@ -218,7 +225,6 @@ def events(tree: Path, scale: Scale, on: On) -> dict[str, float]:
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        job.wait_for(MEMBERS, since)
         job.calm()
         found["join_stall_s"] = job.stall(since)
         found["join_restarts"] = len(job.loads) - loads - 1
@@ -227,16 +233,16 @@ def events(tree: Path, scale: Scale, on: On) -> dict[str, float]:
         on("rank 0's worker is killed")
         killed = job.kill("lead 0", "worker")
         found["rank0_worker_s"] = job.wait_for(1, killed).at - killed
-        job.wait_for(MEMBERS, killed)
         job.calm()
 
         on("rank 0 is killed")
-        killed = job.kill("lead 0", "supervisor")
-        old = job.steps[-1].at
-        again: psutil.Process = job.until(lambda: job.part("lead 0", "supervisor"), "rank 0's restart")
-        restarted = killed + max(0.0, again.create_time() - (time.time() - (time.monotonic() - killed)))
-        found["rank0_s"] = job.wait_for(1, max(restarted, old)).at - restarted
-        job.wait_for(MEMBERS, restarted)
+        old = job.part("lead 0", "supervisor")
+        job.kill("lead 0", "supervisor")
+        again: psutil.Process = job.until(
+            lambda: (found := job.part("lead 0", "supervisor")) != old and found, "rank 0's restart"
+        )
+        restarted = again.create_time() - time.time() + time.monotonic()
+        found["rank0_s"] = job.wait_for(1, restarted).at - restarted
         job.calm()
         found["reloads"] = len(job.loads) - loads
 
@@ -252,7 +258,6 @@ def spare(tree: Path, scale: Scale, on: On) -> dict[str, float]:
     """The death of a member's worker beside spare ones."""
     with run(tree, scale, SPARES=1) as job:
         on("members and spares load")
-        job.wait_for(MEMBERS, 0.0)
         job.until(lambda: len(job.loads) >= 2 * MEMBERS, "spares")
         job.calm()
         killed = job.kill("member 1", "worker")
@@ -265,8 +270,9 @@ def goodput(tree: Path, scale: Scale, on: On) -> dict[str, float]:
     dice = random.Random(1)
     with run(tree, scale, SPARES=1) as job:
         on("members and spares load")
-        began = job.wait_for(MEMBERS, 0.0).at
-        time.sleep(scale.load_seconds + CALM_SECONDS)
+        job.calm()
+        time.sleep(scale.load_seconds)
+        job.calm()
         began = time.monotonic()
         time.sleep(scale.calm_seconds)
         undisturbed = _work(job, began, time.monotonic())

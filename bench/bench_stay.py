@@ -124,11 +124,12 @@ class Run:
             time.sleep(PERIOD)
         raise TimeoutError(what)
 
-    def wait_for(self, answers: int, after: float) -> Step:
-        """The first step that began after the time `after` and had so many answers."""
+    def wait_for(self, answers: int, after: float, generation: int = 0) -> Step:
+        """The first step after the time `after` in a later generation than `generation` that had so many answers."""
 
         def found() -> Step | None:
-            return next((step for step in self.steps if step.at > after and step.answers >= answers), None)
+            late = (step for step in self.steps if step.at > after and step.generation > generation)
+            return next((step for step in late if step.answers >= answers), None)
 
         step: Step = self.until(found, f"a step with {answers} answers")
         return step
@@ -229,20 +230,20 @@ def events(tree: Path, scale: Scale, on: On) -> dict[str, float]:
         found["join_stall_s"] = job.stall(since)
         found["join_restarts"] = len(job.loads) - loads - 1
 
-        loads = len(job.loads)
+        loads, generation = len(job.loads), job.steps[-1].generation
         on("rank 0's worker is killed")
         killed = job.kill("lead 0", "worker")
-        found["rank0_worker_s"] = job.wait_for(1, killed).at - killed
+        found["rank0_worker_s"] = job.wait_for(1, killed, generation).at - killed
         job.calm()
 
         on("rank 0 is killed")
-        old = job.part("lead 0", "supervisor")
+        old, generation = job.part("lead 0", "supervisor"), job.steps[-1].generation
         job.kill("lead 0", "supervisor")
         again: psutil.Process = job.until(
             lambda: (found := job.part("lead 0", "supervisor")) != old and found, "rank 0's restart"
         )
         restarted = again.create_time() - time.time() + time.monotonic()
-        found["rank0_s"] = job.wait_for(1, restarted).at - restarted
+        found["rank0_s"] = job.wait_for(1, restarted, generation).at - restarted
         job.calm()
         found["reloads"] = len(job.loads) - loads
 

@@ -26,10 +26,12 @@ class Stay(Settings):
 
 
 class Step(NamedTuple):
-    """A step: its end on the monotonic clock, which all processes share, and how many members worked."""
+    """A step: its end on the monotonic clock, which all processes share, how many members worked, and in which
+    generation."""
 
     at: float
     answers: int
+    generation: int
 
 
 class Load(NamedTuple):
@@ -57,7 +59,7 @@ class Lead:
         context.restore({})
         for _ in context.steps(10**9):
             answers = sum(1 for _ in context.call_each(Member.work))
-            append(path, Step(time.monotonic(), answers))
+            append(path, Step(time.monotonic(), answers, context.generation))
 
 
 class Member:

@@ -159,6 +159,10 @@ def test_no_setting_of_rolecalls_is_anothers(name: str) -> None:
         ([LEAD, Role("")], "role '': a name consists of small letters"),
         ([LEAD, Role("2nd")], "role '2nd': a name consists of small letters"),
         ([LEAD, Role("a" * 42)], "role 'a+': a name consists of small letters"),
+        ([LEAD, Role("sampler", lead, minimum=1, stays=True)], "role sampler: stays=True needs a class"),
+        ([LEAD, Role("sampler", restarts=2)], r"role sampler: restarts, backoff and required are for an elastic role"),
+        ([LEAD, Role("sampler", minimum=1, required=True)], r"role sampler: required=True needs restarts=\.\.\."),
+        ([LEAD, Role("sampler", minimum=1, restarts=-1)], "role sampler: restarts and backoff cannot be negative"),
     ],
 )
 def test_roles_that_cannot_be(roles: Any, problem: str) -> None:

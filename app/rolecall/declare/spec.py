@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -165,9 +166,22 @@ class Job:
                 yield f"role {role.name!r}: {NAMES}"
             if role.run is not None and not callable(role.run) and not re.fullmatch(r"[\w.]+:\w+", str(role.run)):
                 yield f"role {role.name}: {role.run!r} is neither a function nor a class"
+            yield from self._problems_of_restarts(role)
             for number in (role.count, role.minimum, role.maximum):
                 if isinstance(number, str) and number.lower() not in self.settings.model_fields:
                     yield f"role {role.name}: {self.settings.__name__} has no setting {number!r} to count members by"
+
+    @staticmethod
+    def _problems_of_restarts(role: Role) -> Iterator[str]:
+        if role.stays and inspect.isfunction(role.run):
+            yield f"role {role.name}: stays=True needs a class, whose object stays, not a function"
+        if not role.elastic and (role.restarts, role.backoff, role.required) != (None, None, False):
+            advice = "MAX_RESTARTS and MAX_FAILURES bound those of a fixed role"
+            yield f"role {role.name}: restarts, backoff and required are for an elastic role (minimum=...); {advice}"
+        if role.required and role.restarts is None:
+            yield f"role {role.name}: required=True needs restarts=..., after which the job fails"
+        if (role.restarts or 0) < 0 or (role.backoff or 0.0) < 0:
+            yield f"role {role.name}: restarts and backoff cannot be negative"
 
     def _problems_of_metrics(self) -> Iterator[str]:
         if not all(isinstance(metric, Metric) for metric in self.metrics):

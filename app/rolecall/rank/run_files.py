@@ -228,7 +228,7 @@ class RunFiles:
             if time.monotonic() - self._logged_at > LOG_REPEAT_SECONDS:
                 self._logged_at = time.monotonic()
                 self.log.error(
-                    "no generation can start, and nobody join one: its number and members cannot be written to CHECKPOINT_DIR",
+                    "no generation can start or grow: its number and members cannot be written to CHECKPOINT_DIR",
                     directory=str(self.directory),
                     problem=error.strerror,
                 )

@@ -15,9 +15,9 @@ def name_of_directive(coordinator: str, directive: Directive) -> str:
     return f"{coordinator}:{directive.epoch}"
 
 
-def name_of_list(coordinator: str, generation: int) -> str:
-    """The name in a beat of the list of the members of `generation`."""
-    return f"{coordinator}:{generation}"
+def name_of_list(coordinator: str, generation: int, count: int) -> str:
+    """The name in a beat of the list of the first `count` members of `generation`."""
+    return f"{coordinator}:{generation}:{count}"
 
 
 def pack(keys: Iterable[Key]) -> Ranges:
@@ -59,5 +59,5 @@ def answer_to(coordinator: str, beat: Beat, directive: Directive, members: Range
     """The answer to `beat` with what its member does not have of `directive`, whose lists are `members` and `lost`."""
     if beat.known == name_of_directive(coordinator, directive):
         return Answer()
-    listed = not directive.members or beat.listed == name_of_list(coordinator, directive.generation)
+    listed = not directive.members or beat.listed == name_of_list(coordinator, directive.generation, directive.listed)
     return Answer(coordinator, replace(directive, members=(), lost=()), None if listed else members, lost)

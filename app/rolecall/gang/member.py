@@ -1,4 +1,5 @@
-"""A member of a gang: when it starts, ends and fences its worker, what it reports, and when it exits. Pure logic.
+"""A member of a gang: when its worker starts, ends, joins and leaves a generation, what it reports, and when it exits.
+Pure logic.
 
 Its supervisor sends `beat()` and reports the result by `answered`, `failed` or `refused`. It carries out `next_action`
 and confirms it by `action_done`; then, or when the worker's status changes, it sends the next beat at once. It calls
@@ -14,6 +15,8 @@ from rolecall.errors import FAILED, USAGE
 from rolecall.gang.compact import name_of_directive, name_of_list, unpack
 from rolecall.gang.protocol import (
     ALIVE,
+    ATTACHED,
+    DETACH,
     FENCE,
     OVER,
     ActionKind,
@@ -32,7 +35,15 @@ TICKS = 24  # a lease
 
 @dataclass(frozen=True)
 class Action:
-    """The next thing to do for a directive: `end` the worker, `start` one, or `update` the running one."""
+    """The next thing to do for a directive.
+
+    | kind | what |
+    | --- | --- |
+    | start, load | start a worker as a part of the generation; or without one |
+    | attach, detach | make the live worker a part of the generation; or take it out of its own |
+    | update | pass on what is new: to an attached worker the members and a drain, to another the generation's number |
+    | end | end the worker |
+    """
 
     kind: ActionKind
     directive: Directive
@@ -56,7 +67,8 @@ class Member:
         self._reported: Heartbeat | None = None  # the last that was answered
         self._sequence = 0
         self._epoch = 0  # of the last directive that was carried out
-        self._current: Directive | None = None  # being carried out, in one or two actions
+        self._place: Key | None = None  # that the worker was started for
+        self._current: Directive | None = None  # being carried out, in one or a few actions
         self._completed: Directive | None = None
         self._acting = False
         self.hurried = False  # by a signal
@@ -131,7 +143,7 @@ class Member:
         """Takes the directive of `answer`. Returns False if its list of members is missing."""
         members: tuple[Key, ...] = ()
         if directive.kind == "run":
-            name = name_of_list(answer.coordinator, directive.generation)
+            name = name_of_list(answer.coordinator, directive.generation, directive.listed)
             if answer.members is not None:
                 self._list = name, unpack(answer.members)
             elif self._list[0] != name:
@@ -164,27 +176,45 @@ class Member:
     def next_action(self, worker: WorkerStatus) -> Action | None:
         """The next action for the newest directive; None while one is under way, or if nothing is left to do.
 
-        A directive is carried out wholly before the next one. A worker is started once a generation, and never beside
-        another.
+        A directive is carried out wholly before the next one. There is one worker at a time, and it is started or
+        attached once for each part in a generation.
         """
         if self._acting or (self._current is None and self.directive is self._completed):
             return None
         directive = self._current = self._current or self.directive
         assert directive is not None
-        kind: ActionKind = "end"
-        if directive.kind == "run" and worker.generation == directive.generation:
-            kind = "update"
-        elif directive.kind == "run" and worker.state not in ALIVE:
-            kind = "start"
         self._acting = True
-        return Action(kind, directive)
+        return Action(self._kind(directive, worker), directive)
+
+    def _kind(self, directive: Directive, worker: WorkerStatus) -> ActionKind:
+        attached, idle = worker.state in ATTACHED, worker.state in ("loading", "ready")
+        same = (worker.generation, worker.join) == (directive.generation, directive.join)
+        moved = self._place not in (None, _place(directive))
+        if moved and worker.state in ALIVE and directive.kind in ("run", "load"):
+            return "end"
+        match directive.kind:
+            case "run" if same and (worker.outcome or not idle):
+                return "update"  # an idle one with an outcome was this part, and has left
+            case "run" if attached:
+                return "detach" if directive.stays else "end"
+            case "run":
+                return "attach" if idle else "start"
+            case "load" | "detach" if attached:
+                return "detach"
+            case "load" if not same and not idle:
+                return "load"
+            case "load" | "detach":
+                return "update"  # one that failed to load for this part is not started again: the gang decides
+        return "end"
 
     def action_done(self, action: Action) -> None:
         """`action` was carried out."""
         self._acting, directive = False, action.directive
-        if action.kind == "end" and directive.kind == "run":
-            return  # the start follows
-        if action.kind == "start" and directive.drain:
+        if action.kind in ("start", "load", "attach"):
+            self._place = _place(directive)
+        if action.kind in ("end", "detach") and directive.kind in ("run", "load"):
+            return  # the start, or the like, follows
+        if action.kind in ("start", "attach") and directive.drain:
             return  # the update follows: a worker learns of a drain only while it runs
         self._current, self._completed, self._epoch = None, directive, directive.epoch
         if directive.kind == "leave":
@@ -193,9 +223,12 @@ class Member:
 
     # ---- time
 
-    def tick(self, now: float, worker_heartbeat: float | None) -> Literal["", "silent", "stopped"]:
-        """Moves on to `now`; a live worker was last heard from at `worker_heartbeat`. If the worker is to be killed,
-        returns its outcome: `silent`, or `stopped` by the fence."""
+    def tick(
+        self, now: float, worker_heartbeat: float | None, attached: bool = True
+    ) -> Literal["", "detach", "silent", "stopped"]:
+        """Moves on to `now`; a live worker was last heard from at `worker_heartbeat`, and may be `attached` to a
+        generation. Returns `detach` if it is to leave that because rank 0 is silent. If it is to be killed, returns its
+        outcome: `silent`, or `stopped` by the fence."""
         if self.directive and self.directive.busy:
             self._leave_by += now - self._ticked
         if now - self._ticked > self.rules.lease / 3:
@@ -205,7 +238,11 @@ class Member:
             self.exit(FAILED)
         if self.is_silent(now, worker_heartbeat):
             return "silent"
-        return "stopped" if self.silence(now) > self.rules.lease * FENCE else ""
+        silence, lease = self.silence(now), self.rules.lease
+        if attached and silence > lease * FENCE:
+            return "stopped"
+        stays = self.directive is not None and self.directive.kind == "run" and self.directive.stays
+        return "detach" if attached and stays and silence > lease * DETACH else ""
 
     def is_silent(self, now: float, worker_heartbeat: float | None) -> bool:
         """Whether a live worker has been silent for a lease."""
@@ -232,3 +269,7 @@ class Member:
         """Whether it exits now. Rank 0 stays until the gang has `settled`, so that every member learns how the job
         ended, or until a signal; the others do not wait."""
         return self.exit_code is not None and (settled or self.hurried or not self.acknowledged)
+
+
+def _place(directive: Directive) -> Key:
+    return directive.role, directive.ordinal

@@ -203,6 +203,7 @@ class Directive:
     join: int = 0
     joined: tuple[Join, ...] = ()
     stays: bool = False
+    listed: int = 0  # how many members the list has
 
     @property
     def content(self) -> tuple[object, ...]:

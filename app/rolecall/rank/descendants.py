@@ -27,12 +27,13 @@ def adopt() -> None:
 
 
 def kill(process: int, spared: Container[int] = ()) -> None:
-    """Kills the processes below `process`, except `spared`, until none is left, for at most KILL_SECONDS.
+    """Kills the processes below `process` until none is left, for at most KILL_SECONDS; except its children `spared`
+    and the processes below them.
 
     A daemon is found only if `process`, or a process below it, adopts.
     """
     end = time.monotonic() + KILL_SECONDS
-    while left := [child for child in _below(process) if child.pid not in spared]:
+    while left := _below(process, spared):
         for child in left:
             with contextlib.suppress(psutil.Error):  # exited, or another user's
                 child.kill()
@@ -43,11 +44,17 @@ def kill(process: int, spared: Container[int] = ()) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _below(process: int) -> list[psutil.Process]:
-    """The running processes below `process`; its parent reaps an exited one."""
+def _below(process: int, spared: Container[int]) -> list[psutil.Process]:
+    """The running processes below `process`, without its children `spared` and those below them; the parent of an
+    exited one reaps it."""
+    below = list[psutil.Process]()
     with contextlib.suppress(psutil.NoSuchProcess):
-        return [child for child in psutil.Process(process).children(recursive=True) if _runs(child)]
-    return []
+        for child in psutil.Process(process).children():
+            if child.pid not in spared:
+                below.append(child)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    below += child.children(recursive=True)
+    return [each for each in below if _runs(each)]
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -8,7 +8,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Collection
 
 import psutil
 
@@ -26,7 +26,7 @@ def adopt() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill(process: int, spared: Container[int] = ()) -> None:
+def kill(process: int, spared: Collection[int] = ()) -> None:
     """Kills the processes below `process` until none is left, for at most KILL_SECONDS; except its children `spared`
     and the processes below them.
 
@@ -44,17 +44,18 @@ def kill(process: int, spared: Container[int] = ()) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _below(process: int, spared: Container[int]) -> list[psutil.Process]:
+def _below(process: int, spared: Collection[int]) -> list[psutil.Process]:
     """The running processes below `process`, without its children `spared` and those below them; the parent of an
     exited one reaps it."""
-    below = list[psutil.Process]()
+    below = _tree(process)  # before the others: what has left their trees since then has lost its worker
+    kept = {child for pid in spared for child in _tree(pid)}
+    return [child for child in below if child.pid not in spared and child not in kept and _runs(child)]
+
+
+def _tree(process: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process).children():
-            if child.pid not in spared:
-                below.append(child)
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    below += child.children(recursive=True)
-    return [each for each in below if _runs(each)]
+        return psutil.Process(process).children(recursive=True)
+    return []
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -225,7 +225,7 @@ def clear(ended: int) -> None:
         return
     try:
         if server := server_pid():
-            descendants.kill(server, _workers)
+            descendants.kill(server, frozenset(_workers))
     finally:
         _forking.release()
 

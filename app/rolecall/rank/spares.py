@@ -16,14 +16,16 @@ MAX_DOUBLINGS = 16  # of the pause after a spare that failed
 
 
 class Spares:
-    """At most `count` spares, loaded one after the other. `make` makes a worker to load; it calls `changed` at each
-    change of its status. `needed` says whether spares may load now: the rank's own worker runs.
+    """`count` spares for `place`, loaded one after the other by `fill`. `make` makes a worker to load; `changed` is
+    called whenever its status changes. They load only while they are `needed`: while the rank's own worker runs.
 
-    `limit` is for a fork; after a spare that failed, the next one waits for `pause`, twice as long each time (seconds).
+    A fork may take `limit` seconds. After a spare that failed, the next one waits for `pause` seconds, twice as long
+    each time.
     """
 
     def __init__(
         self,
+        place: Key,
         count: int,
         make: Callable[[], WorkerProcess],
         *,
@@ -32,12 +34,13 @@ class Spares:
         limit: float,
         pause: float,
     ) -> None:
-        self.count = count
+        self.place, self.count = place, count
         self.workers: list[WorkerProcess] = []  # that have not ended
         self._make, self._needed, self._metrics = make, needed, metrics
         self._limit, self._pause = limit, pause
         self._failures, self._next_at = 0, 0.0  # in a row; monotonic seconds
         self._filling: asyncio.Task[None] | None = None
+        self._closed = False
         self._log = telemetry.log()
 
     @property
@@ -53,8 +56,8 @@ class Spares:
     async def _fill(self) -> None:
         while len(self.workers) < self.count:
             await asyncio.sleep(max(0.0, self._next_at - time.monotonic()))
-            if not self._needed():
-                return  # `fill` is called when it runs again
+            if self._closed or not self._needed():
+                return  # `fill` is called when they are needed again
             worker = self._make()
             self.workers.append(worker)
             await worker.start(self._limit)
@@ -68,7 +71,7 @@ class Spares:
             self.workers.remove(worker)
             if worker.outcome != "stopped":
                 self._put_off(worker)
-            if self._needed():
+            if self._needed() and not self._closed:
                 self.fill()
         self._metrics.spare_workers.set(len(self.ready))
 
@@ -82,19 +85,17 @@ class Spares:
             **telemetry.cause(worker.error),
         )
 
-    async def take(self, place: Key) -> WorkerProcess | None:
-        """A spare that is loaded, to become the worker of `place`, if there is one. It is no spare any more. Ends those
-        of another place."""
-        if any((worker.task.role, worker.task.ordinal) != place for worker in self.workers):
-            await self.close()
-        worker = next((each for each in self.ready if (each.task.role, each.task.ordinal) == place), None)
+    def take(self) -> WorkerProcess | None:
+        """A spare that is loaded, if there is one, to become the rank's worker: it is no spare any more."""
+        worker = next(iter(self.ready), None)
         if worker:
             self.workers.remove(worker)
             self._metrics.spare_workers.set(len(self.ready))
         return worker
 
     async def close(self) -> None:
-        """Ends all spares: the rank's own worker has ended. One that is being forked ends as soon as it exists."""
+        """Ends all spares, one that is being forked as soon as it exists."""
+        self._closed = True
         for worker in self.workers:
             worker.kill("stopped")
         ends = asyncio.gather(*(worker.ended.wait() for worker in self.workers if not worker.forking))

@@ -16,7 +16,7 @@ from rolecall.declare.describe import Description
 from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import OVER, Directive, Key, Outcome, RoleSpec, WorkerState, WorkerStatus, name_of
+from rolecall.gang.protocol import OVER, Directive, Key, Outcome, WorkerState, WorkerStatus, name_of
 from rolecall.rank import fork_server
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.pipe_messages import Drain
@@ -156,10 +156,8 @@ class WorkerManager:
         """Starts a worker, or lets a spare take its place."""
         place, self._attaching_since = (directive.role, directive.ordinal), None
         is_rank0 = attachment is not None and attachment.me.rank == 0
-        if self._spares is None:
-            self._spares = self._make_spares(place, is_rank0)
-        spare = await self._spares.take(place) if self._spares else None
-        if spare:
+        await self._prepare_spares(place, is_rank0)
+        if spare := self._spares.take() if self._spares else None:
             self.log.info("a spare worker takes over", generation=directive.generation)
             self._use(spare)
             if attachment:
@@ -203,35 +201,31 @@ class WorkerManager:
         worker = WorkerProcess(task, lambda: self._worker_changed(worker), self._coordinator)
         return worker
 
-    def _make_spares(self, place: Key, is_rank0: bool) -> Spares | None:
-        """The spares of a rank with `place`, of which none is loaded yet; None if it has none."""
-        s, spec = self.settings, self._spec(place[0])
-        if not s.spares or is_rank0:
-            return None
-        if not (spec and spec.stays):
-            if not self._warned_of_spares:
-                self._warned_of_spares = True
-                self.log.warning(
-                    f"SPARES={s.spares}: has no effect: workers of the role {place[0]} do not stay (see `Role`), so "
-                    "that each generation starts new ones",
-                )
-            return None
-        pause = s.rejoin_interval if spec.backoff is None else spec.backoff
-        return Spares(
-            s.spares,
-            self._make_spare,
-            needed=lambda: self.worker is not None and self.worker.state == "running",
-            metrics=self.metrics,
-            limit=s.phase_timeout,
-            pause=pause,
-        )
-
-    def _make_spare(self) -> WorkerProcess:
-        assert self.worker is not None
-        return self._make((self.worker.task.role, self.worker.task.ordinal), None)
-
-    def _spec(self, role: str) -> RoleSpec | None:
-        return next((spec for spec in self.job.roles if spec.name == role), None)
+    async def _prepare_spares(self, place: Key, is_rank0: bool) -> None:
+        """Sees to it that the rank's spares, if it has any, are for `place`."""
+        s = self.settings
+        if self._spares and self._spares.place != place:
+            await self._spares.close()
+            self._spares = None
+        if self._spares or not s.spares or is_rank0:
+            return
+        spec = next((spec for spec in self.job.roles if spec.name == place[0]), None)
+        if spec and spec.stays:
+            self._spares = Spares(
+                place,
+                s.spares,
+                lambda: self._make(place, None),
+                needed=lambda: self.worker is not None and self.worker.state == "running",
+                metrics=self.metrics,
+                limit=s.phase_timeout,
+                pause=s.rejoin_interval if spec.backoff is None else spec.backoff,
+            )
+        elif not self._warned_of_spares:
+            self._warned_of_spares = True
+            self.log.warning(
+                f"SPARES={s.spares}: has no effect, because workers of the role {place[0]} do not stay: each generation "
+                "starts new ones; leave it out for this role, or see Role(stays=True)"
+            )
 
     def _warn_of_changes(self) -> None:
         """Logs once that the job's source has changed on disk."""

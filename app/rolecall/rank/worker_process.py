@@ -54,7 +54,7 @@ def _name_of(number: int) -> str:
 
 def _run(task: Task, connection: Any) -> None:
     if task.settings.spares:
-        descendants.adopt()  # while this worker lives, its daemons are told from what another one has left behind
+        descendants.adopt()  # its daemons stay below it, so that they do not end with another worker of this rank
     importlib.import_module(fork_server.MAIN).main(task, connection)  # in the worker, where it is loaded already
 
 

@@ -223,8 +223,8 @@ class WorkerManager:
         elif not self._warned_of_spares:
             self._warned_of_spares = True
             self.log.warning(
-                f"SPARES={s.spares}: has no effect, because workers of the role {place[0]} do not stay: each generation "
-                "starts new ones; leave it out for this role, or see Role(stays=True)"
+                f"SPARES={s.spares}: has no effect, because workers of the role {place[0]} do not stay: each "
+                "generation starts new ones; leave it out for this role, or see Role(stays=True)"
             )
 
     def _warn_of_changes(self) -> None:

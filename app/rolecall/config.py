@@ -163,7 +163,8 @@ class Settings(BaseSettings):
         0,
         ge=0,
         le=8,
-        description="further workers that a rank whose role stays keeps loaded, to take the place of one that ends",
+        description="further workers that a rank whose role stays keeps loaded, to take the place of one that ends; "
+        "each takes as much memory as its worker",
     )
 
     @field_validator("job_token")

@@ -213,7 +213,8 @@ class WorkerProcess:
         if self._detaching is None:
             self._detaching = problem
             self.send(pipe_messages.Detach())
-        if not await fork_server.within(asyncio.ensure_future(detached.wait()), patience):
+        await fork_server.within(asyncio.ensure_future(detached.wait()), patience)
+        if not detached.is_set():
             self.kill("stopped")
             await self.ended.wait()
 

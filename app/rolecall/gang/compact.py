@@ -16,7 +16,7 @@ def name_of_directive(coordinator: str, directive: Directive) -> str:
 
 
 def name_of_list(coordinator: str, generation: int, count: int) -> str:
-    """The name in a beat of the list of the first `count` members of `generation`."""
+    """The name in a beat of the list of the `count` members of `generation`, which grows with those that join."""
     return f"{coordinator}:{generation}:{count}"
 
 
@@ -59,5 +59,6 @@ def answer_to(coordinator: str, beat: Beat, directive: Directive, members: Range
     """The answer to `beat` with what its member does not have of `directive`, whose lists are `members` and `lost`."""
     if beat.known == name_of_directive(coordinator, directive):
         return Answer()
-    listed = not directive.members or beat.listed == name_of_list(coordinator, directive.generation, directive.listed)
+    known = beat.listed == name_of_list(coordinator, directive.generation, directive.listed)
+    listed = not directive.members or known
     return Answer(coordinator, replace(directive, members=(), lost=()), None if listed else members, lost)

@@ -175,21 +175,38 @@ def test_a_torn_file_is_dropped_and_counted_and_the_rest_still_shown(files: Coun
     for other in KINDS.values():
         assert (other == KINDS[name]) == ((other, "") not in shown)
     assert shown.items() <= whole.items()
-    files.clean()
+    files.free(())
     assert not path.exists()
     assert samples(files) == shown
-    files.clean()
+    files.free(())
     assert files.dropped == 1  # once
 
 
 def test_a_worker_starts_over_where_its_file_was_dropped(files: Counted) -> None:
     (files.directory / "counter_worker.db").write_bytes(b"torn")
-    files.clean()
+    assert files.free(()) == files.directory
     run_worker(files.directory, "rollout", 9, "ended")
     shown = samples(files)
     assert shown["steps_total", ""] == 10
     assert shown["seconds_count", ""] == 2
     assert files.dropped == 1
+
+
+def test_workers_at_the_same_time_count_together_and_one_sets_the_gauges(tmp_path: Path) -> None:
+    files = Counted(tmp_path)
+    run_worker(files.free(()), "act", 5, "ended")
+    second = files.free([tmp_path])
+    assert files.free([tmp_path, second]) not in (tmp_path, second)
+    run_worker(second, "act", 7, "ended")
+    shown = samples(files)
+    assert (shown["steps_total", ""], shown["calls_total", "act"], shown["seconds_count", ""]) == (20, 6, 2)
+    assert shown["step", ""] == 5
+    files.use(second)
+    shown = samples(files)
+    assert (shown["steps_total", ""], shown["step", ""]) == (20, 7)
+    (tmp_path / "counter_worker.db").write_bytes(b"torn")
+    assert files.free([tmp_path]) == second  # that of a live worker is left alone
+    assert files.dropped == 0
 
 
 def test_scrapes_while_a_worker_writes(tmp_path: Path) -> None:

@@ -159,6 +159,13 @@ class Settings(BaseSettings):
     progress_timeout: Seconds = Field(
         3600.0, description="seconds of generations without a new step after which the job fails"
     )
+    spares: int = Field(
+        0,
+        ge=0,
+        le=8,
+        description="further workers that a rank whose role stays keeps loaded, to take the place of one that ends; "
+        "each takes as much memory as its worker",
+    )
 
     @field_validator("job_token")
     @classmethod

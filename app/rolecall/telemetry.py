@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ CAUSES = (
     "refused",
 )
 WORKER_CAUSES = ("killed", "crashed", "failed", "stuck", "silent", "lost", "refused")  # by which a worker may end early
-WORKER_STATES = ("none", "starting", "running", "ended")
+WORKER_STATES = ("none", "loading", "ready", "starting", "running", "ended")
 PHASES = ("none", "checking", "loading", "restoring", "compiling", "evaluating", "saving")
 GANG_STATES = ("gathering", "running", "draining", "stopping", "finished", "failed")
 
@@ -104,8 +104,16 @@ SUPERVISOR = (
     Metric("gauge", "phase", "1 for the worker's current phase, 0 for the others.", ("state",)),
     Metric("gauge", "worker_resident_bytes", "Resident memory of the worker process in bytes."),
     Metric("gauge", "supervisor_resident_bytes", "Resident memory of the supervisor process in bytes."),
-    Metric("counter", "worker_starts_total", "Worker processes started."),
+    Metric("counter", "worker_starts_total", "Worker processes started, without spares (SPARES)."),
     Metric("counter", "worker_restarts_total", "Workers that ended early, by cause.", ("cause",)),
+    Metric("counter", "worker_attaches_total", "Times that a live worker was told to join a generation."),
+    Metric(
+        "histogram",
+        "worker_attach_seconds",
+        "Time from the order to join a generation until a live worker runs in it.",
+        buckets=DURATION,
+    ),
+    Metric("gauge", "spare_workers", "Spare workers that are loaded (SPARES)."),
     Metric("counter", "gang_unreachable_total", "Requests to the coordinator without an answer."),
     Metric(
         "gauge",
@@ -230,26 +238,38 @@ def catalogue(job: Iterable[Metric] = ()) -> list[tuple[str, str, str, str, str]
 
 
 class WorkerFiles:
-    """Collects the metrics in a worker's files. A scrape skips a file that cannot be read: it is torn, or a worker is
-    just creating it. `clean` deletes torn files between two workers.
+    """Collects the metrics in the files of a rank's workers. A scrape skips a file that cannot be read: it is torn, or
+    a worker is just creating it. `free` deletes torn files between two workers.
 
-    `dropped` is called for each file deleted.
+    One worker after the other keeps its files in `directory`; those that live beside it, in folders below. Counters are
+    summed, gauges are those of the worker in `use`. `dropped` is called for each file deleted.
     """
 
     def __init__(self, directory: Path, dropped: Callable[[], None]) -> None:
-        self.directory = directory
+        self.directory = self._used = directory
         self._dropped = dropped
 
-    def clean(self) -> None:
-        """Deletes files that cannot be read, with which no worker could start. Only while there is no worker."""
-        for path in self.directory.glob("*.db"):
+    def free(self, in_use: Collection[Path]) -> Path:
+        """A folder for a new worker, other than those `in_use`, without files that cannot be read: with them no worker
+        could start."""
+        folders = (self.directory, *(self.directory / f"worker-{number}" for number in range(1, len(in_use) + 1)))
+        folder = next(each for each in folders if each not in in_use)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for path in folder.glob("*.db"):
             if not _readable(path):
                 path.unlink(missing_ok=True)
                 self._dropped()
+        return folder
+
+    def use(self, directory: Path) -> None:
+        """From now on, the rank's worker is the one with that folder."""
+        self._used = directory
 
     def collect(self) -> Iterator[Samples]:
         """The metrics, as prometheus_client's registry asks for them."""
-        yield from MultiProcessCollector.merge([str(path) for path in self.directory.glob("*.db") if _readable(path)])
+        paths = [*self.directory.glob("*.db"), *self.directory.glob("worker-*/*.db")]
+        shown = [path for path in paths if path.parent == self._used or not path.name.startswith("gauge")]
+        yield from MultiProcessCollector.merge([str(path) for path in shown if _readable(path)])
 
 
 def step_in(directory: Path) -> int:

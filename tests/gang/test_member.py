@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rolecall.errors import FAILED, USAGE
 from rolecall.gang.member import Action, Member
-from rolecall.gang.protocol import FENCE, Answer, Directive, Heartbeat, Rules, WorkerStatus
+from rolecall.gang.protocol import DETACH, FENCE, Answer, Directive, Heartbeat, Join, Rules, WorkerStatus
 
 RULES = Rules()
 LEASE = RULES.lease
@@ -27,9 +28,10 @@ def receive(
     *,
     sent_at: float = 0.0,
     now: float = 0.0,
-    drain: bool = False,
+    **values: Any,
 ) -> bool:
-    directive = Directive(kind, 0, epoch, generation, drain=drain, code=FAILED if kind == "failed" else 0)
+    code = FAILED if kind == "failed" else 0
+    directive = Directive(kind, **{"ordinal": 0, "epoch": epoch, "generation": generation, "code": code, **values})
     return member.answered(member.beat(NONE), sent_at, Answer("lead", directive, members=()), now)
 
 
@@ -38,12 +40,24 @@ def carry_out(member: Member, worker: WorkerStatus) -> list[str]:
     kinds = []
     while action := member.next_action(worker):
         kinds.append(action.kind)
-        if action.kind == "start":
-            worker = WorkerStatus(action.directive.generation, "starting")
-        elif action.kind == "end" and worker.generation:
-            worker = WorkerStatus(worker.generation, "ended")
+        worker = after(action, worker)
         member.action_done(action)
     return kinds
+
+
+def after(action: Action, worker: WorkerStatus) -> WorkerStatus:
+    """The status once `action` is carried out."""
+    directive = action.directive
+    match action.kind:
+        case "start" | "attach":
+            return WorkerStatus(directive.generation, "starting", join=directive.join)
+        case "load":
+            return WorkerStatus(directive.generation, "loading", join=directive.join)
+        case "detach":
+            return replace(worker, state="ready", outcome="stopped")
+        case "end" if worker.generation:
+            return replace(worker, state="ended", outcome="stopped")
+    return worker
 
 
 def test_a_worker_is_started_once_a_generation() -> None:
@@ -57,6 +71,109 @@ def test_a_worker_is_started_once_a_generation() -> None:
     assert carry_out(member, WorkerStatus(1, "running")) == ["end", "start"]
     receive(member, "stop", 5)
     assert carry_out(member, WorkerStatus(2, "running")) == ["end"]
+
+
+# ---- workers that stay
+
+
+def test_worker_that_stays_is_attached_to_the_next_generation() -> None:
+    member = make()
+    receive(member, "run", 2, 1, stays=True)
+    assert carry_out(member, NONE) == ["start"]
+    receive(member, "run", 3, 2, stays=True)
+    assert carry_out(member, WorkerStatus(1, "running")) == ["detach", "attach"]
+    receive(member, "run", 4, 2, stays=True, join=3)
+    assert carry_out(member, WorkerStatus(2, "running")) == ["detach", "attach"]
+    receive(member, "run", 5, 2, stays=True, join=3, lost=(("observer", 1),))
+    assert carry_out(member, WorkerStatus(2, "running", join=3)) == ["update"]
+    receive(member, "run", 6, 3, stays=True)
+    assert carry_out(member, WorkerStatus(2, "ended", "killed", join=3)) == ["start"]
+
+
+@pytest.mark.parametrize("state", ["loading", "ready"])
+def test_worker_is_loaded_and_joins_later(state: Any) -> None:
+    member = make()
+    receive(member, "load", 2, 1, join=1)
+    assert carry_out(member, NONE) == ["load"]
+    receive(member, "load", 3, 1, join=2)
+    assert carry_out(member, WorkerStatus(1, state, join=1)) == ["update"]
+    receive(member, "run", 4, 1, join=2, stays=True, drain=True)
+    assert carry_out(member, WorkerStatus(1, state, join=2)) == ["attach", "update"]
+
+
+def test_worker_that_failed_to_load_is_not_loaded_again_for_the_same_part() -> None:
+    member = make()
+    receive(member, "load", 2, 1, join=1)
+    carry_out(member, NONE)
+    failed = WorkerStatus(1, "ended", "failed", join=1)
+    receive(member, "load", 3, 1, join=1)
+    assert carry_out(member, failed) == ["update"]
+    receive(member, "load", 4, 1, join=2)
+    assert carry_out(member, failed) == ["load"]
+
+
+def test_worker_that_left_a_generation_is_not_attached_to_the_same_part() -> None:
+    """It was detached because rank 0 was silent; a directive about others comes before the gang knows."""
+    member = make()
+    receive(member, "run", 2, 1, stays=True)
+    carry_out(member, NONE)
+    left = WorkerStatus(1, "ready", "lost")
+    receive(member, "run", 3, 1, stays=True, lost=(("observer", 1),))
+    assert carry_out(member, left) == ["update"]
+    receive(member, "run", 4, 1, stays=True, join=1)
+    assert carry_out(member, left) == ["attach"]
+
+
+def test_attached_worker_is_detached_to_load_or_on_request_and_ended_by_a_stop() -> None:
+    member, running = make(), WorkerStatus(1, "running")
+    receive(member, "run", 2, 1, stays=True)
+    carry_out(member, NONE)
+    receive(member, "load", 3, 1, join=1)
+    assert carry_out(member, running) == ["detach", "update"]
+    receive(member, "detach", 4)
+    assert carry_out(member, running) == ["detach"]
+    receive(member, "detach", 5)
+    assert carry_out(member, WorkerStatus(1, "ready", "stopped")) == ["update"]
+    receive(member, "stop", 6)
+    assert carry_out(member, WorkerStatus(1, "ready", "stopped")) == ["end"]
+
+
+@pytest.mark.parametrize("kind", ["run", "load"])
+def test_worker_of_another_place_is_ended(kind: str) -> None:
+    member = make()
+    receive(member, "load", 2, 1, join=1, ordinal=1)
+    carry_out(member, NONE)
+    receive(member, kind, 3, 1, join=1, ordinal=2, stays=True)
+    actions = carry_out(member, WorkerStatus(1, "ready", join=1))
+    assert actions[0] == "end"
+    if kind == "run":  # the gang gives another number to one that is to load
+        receive(member, kind, 4, 2, ordinal=2, stays=True)
+        assert carry_out(member, WorkerStatus(1, "ended", join=1)) == ["start"]
+
+
+def test_worker_that_stays_leaves_its_generation_before_the_fence() -> None:
+    member = make()
+    receive(member, "run", 2, 1, stays=True)
+    assert member.tick(LEASE * DETACH, None) == ""
+    assert member.tick(LEASE * DETACH + 0.1, None) == "detach"
+    assert member.tick(LEASE * DETACH + 0.2, None, attached=False) == ""
+    assert member.tick(LEASE * FENCE + 0.1, None) == "stopped"
+    assert member.tick(LEASE * FENCE + 0.2, None, attached=False) == ""
+    receive(member, "run", 3, 2)
+    assert member.tick(LEASE * DETACH + 0.1, None) == ""
+    assert member.tick(LEASE * FENCE + 0.1, None) == "stopped"
+
+
+def test_list_of_members_is_asked_for_when_it_has_grown() -> None:
+    member, two, three = make(), (("observer", "0-1"),), (("observer", "0-2"),)
+    assert member.answered(member.beat(NONE), 0, Answer("lead", Directive("run", 0, 2, 1, listed=2), members=two), 0)
+    later = Directive("run", 0, 3, 1, listed=2, lost=())
+    assert member.answered(member.beat(NONE), 0, Answer("lead", later), 0)
+    joined = Directive("run", 0, 4, 1, listed=3, joined=(Join("observer", 2, 1),))
+    assert not member.answered(member.beat(NONE), 0, Answer("lead", joined), 0)
+    assert member.answered(member.beat(NONE), 0, Answer("lead", joined, members=three), 0)
+    assert member.directive
+    assert member.directive.members == (("observer", 0), ("observer", 1), ("observer", 2))
 
 
 def test_directive_is_carried_out_wholly_before_the_next() -> None:

@@ -24,9 +24,9 @@ import pytest
 from structlog.typing import EventDict
 
 from rolecall.config import Settings
-from rolecall.declare.task import Peer, Task
+from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.gang.protocol import WorkerStatus
-from rolecall.rank import fork_server, stack_dump, worker_process
+from rolecall.rank import descendants, fork_server, stack_dump, worker_process
 from rolecall.rank import pipe_messages as messages
 from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
 from rolecall.rank.worker_process import WorkerProcess
@@ -34,7 +34,9 @@ from rolecall.record.files import FileWork
 from rolecall.record.history import Record
 from tests.integration.cluster import until
 
-TASK = Task("rl", Settings(job="rl"), Peer("agent", 0, 0))
+ME, OTHER = Peer("agent", 0, 0), Peer("observer", 1, 1, join=2)
+ATTACHMENT = Attachment(3, ME, (ME, OTHER), lost=("observer_1",))
+TASK = Task("rl", Settings(job="rl"), "agent", 0, is_rank0=True, attachment=ATTACHMENT)
 STUCK = "step 312 has taken 301 s"
 
 
@@ -71,6 +73,12 @@ def starts_others(task: Task, connection: Any) -> None:
         )
 
 
+def starts_others_beside_others(task: Task, connection: Any) -> None:
+    """As `_run` begins."""
+    descendants.adopt()
+    starts_others(task, connection)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_children_of_a_worker_end_with_it(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     monkeypatch.setattr(worker_process, "_run", starts_others)
@@ -85,6 +93,34 @@ def test_children_of_a_worker_end_with_it(monkeypatch: pytest.MonkeyPatch, numbe
         os.kill(worker.pid, number)
         await asyncio.wait_for(worker.ended.wait(), 30)
         return pids
+
+    pids = asyncio.run(play())
+    until(lambda: not any(map(psutil.pid_exists, pids)), "their end, zombies included")
+
+
+def test_what_other_workers_have_started_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with spares has several workers at a time."""
+    monkeypatch.setattr(worker_process, "_run", starts_others_beside_others)
+
+    async def begin() -> WorkerProcess:
+        heard = asyncio.Event()
+        worker = WorkerProcess(replace(TASK, settings=Settings(job="rl", spares=1)), heard.set)
+        await worker.start(60)
+        await asyncio.wait_for(heard.wait(), 30)
+        return worker
+
+    async def end(worker: WorkerProcess) -> None:
+        worker.kill("stopped")
+        await asyncio.wait_for(worker.ended.wait(), 30)
+
+    async def play() -> list[int]:
+        first, second = await begin(), await begin()
+        one, other = (worker.status().summary["pids"] for worker in (first, second))
+        await end(first)
+        until(lambda: not any(map(psutil.pid_exists, one)), "their end, zombies included")
+        assert all(psutil.Process(pid).status() == psutil.STATUS_SLEEPING for pid in other)
+        await end(second)
+        return list(other)
 
     pids = asyncio.run(play())
     until(lambda: not any(map(psutil.pid_exists, pids)), "their end, zombies included")
@@ -133,15 +169,19 @@ SENT: list[messages.FromWorker] = [
         3, "saving", (Record("score", 3, 1.5, math.inf),), (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)
     ),
     messages.Records((RECORD, RECORD)),
-    messages.Connected(),
-    messages.PeerLost("observer", 1),
+    messages.Loaded(),
+    messages.Connected(3, 1),
+    messages.Detached(3, 1, "rank 0 is gone"),
+    messages.PeerLost(OTHER, replace=True),
     messages.DrainRefused("no space"),
     messages.Stuck("has been loading", "in main"),
     messages.Result("failed", "x" * 300_000 + "\n", 7, {"a": [1.5], "b": None}),
 ]
 ORDERS: list[messages.ToWorker] = [
     messages.Drain(),
-    messages.LosePeer("ps_1"),
+    messages.Attach(ATTACHMENT),
+    messages.Update(ATTACHMENT),
+    messages.Detach(),
     messages.RecordTrace(Path("/tmp/trace"), None),
     messages.End(),
 ]
@@ -203,7 +243,7 @@ def test_worker_that_reads_nothing_does_not_block_the_sender() -> None:
 
     def send_for_ever() -> None:
         while True:
-            pipe.send(messages.LosePeer("observer_1"))
+            pipe.send(messages.Update(ATTACHMENT))
 
     with pytest.raises(PipeError):
         send_for_ever()

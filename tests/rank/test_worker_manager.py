@@ -13,7 +13,7 @@ from structlog.typing import EventDict
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe, registry
-from rolecall.declare.task import Peer, Task
+from rolecall.declare.task import Task
 from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive
@@ -29,6 +29,7 @@ class Process:
 
     def __init__(self, task: Task, changed: Callable[[], None], run_files: Any = None) -> None:
         self.task, self.ended, self.error, self.alive, self.killed = task, asyncio.Event(), "", True, ""
+        self.state, self.generation = "starting", 1
 
     async def start(self, limit: float) -> None:
         self.started.append(self.task)
@@ -93,7 +94,7 @@ def test_each_assigned_role_is_checked_once(tmp_path: Path, process: type[Proces
             await workers.carry_out(directive(kind, role))
 
     asyncio.run(play())
-    assert [task.me.role for task in process.started] == ["", "ps", "trainer"]
+    assert [task.role for task in process.started] == ["", "ps", "trainer"]
     asyncio.run(manager(tmp_path, "ps").carry_out(directive("stop", "ps")))  # a rank with a role
     assert len(process.started) == 3
 
@@ -121,7 +122,7 @@ def test_each_role_asks_for_its_own_data() -> None:
     job = registry.get("rnn")
 
     def check(role: str) -> str:
-        task = Task("rnn", Settings(job="rnn"), Peer(role, 0, 0), values={"corpus": "/nowhere"})
+        task = Task("rnn", Settings(job="rnn"), role, 0, check=True, values={"corpus": "/nowhere"})
         return worker.check(task, job).outcome
 
     assert check("ps") == "finished"  # it needs no corpus
@@ -142,7 +143,7 @@ def test_directive_for_no_member_is_refused(tmp_path: Path, process: type[Proces
 
 
 def test_unknown_role_is_refused() -> None:
-    task = Task("rnn", Settings(job="rnn"), Peer("observer", 0, 0), (Peer("observer", 0, 0),))
+    task = Task("rnn", Settings(job="rnn"), "observer", 0)
     with pytest.raises(
         UsageError, match=r"^this version of the job has no role 'observer'; run the same version in eve"
     ):
@@ -156,10 +157,10 @@ def test_a_loss_is_logged_unless_the_job_has_finished(
     workers = manager(tmp_path, "trainer")
 
     async def play() -> None:
-        task = Task("rnn", workers.settings, Peer("trainer", 0, 0), (Peer("trainer", 0, 0),), 1)
-        workers.worker = worker_manager.WorkerProcess(task, lambda: None)
-        workers.worker.outcome, workers.worker.error, workers.worker.alive = "lost", "EOF", False
-        workers._worker_changed()
+        task = Task("rnn", workers.settings, "trainer", 0)
+        workers.worker = ended = worker_manager.WorkerProcess(task, lambda: None)
+        ended.state, ended.outcome, ended.error, ended.alive = "ended", "lost", "EOF", False  # type: ignore[misc]
+        workers._worker_changed(ended)
         await workers.carry_out(directive(kind, "trainer"))
 
     asyncio.run(play())

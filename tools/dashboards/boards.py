@@ -136,6 +136,13 @@ RANKS_BOARD = dashboard(
                   (ranked("rolecall_supervisor_resident_bytes"), RANK)),
             graph("Workers started", "none", "Per rank, since its supervisor started.",
                   (ranked("rolecall_worker_starts_total"), RANK)),
+            graph("Workers attached", "none", "How often a live worker joined a generation, per rank.",
+                  (ranked("rolecall_worker_attaches_total"), RANK)),
+            graph("Time to attach", "s", "Mean, from the order to join a generation until the worker runs in it.",
+                  (f"{ranked('rolecall_worker_attach_seconds_sum')} / "
+                   f"{ranked('rolecall_worker_attach_seconds_count')}", RANK)),
+            graph("Spares", "none", "Spare workers that are loaded (SPARES).",
+                  (ranked("rolecall_spare_workers"), RANK)),
         ]),
     ],
 )  # fmt: skip

@@ -205,7 +205,7 @@ class Member:
                 return "load"
             case "load" | "detach":
                 return "update"  # one that failed to load for this part is not started again: the gang decides
-        return "end"
+        return "end"  # stop, leave, finished, failed
 
     def action_done(self, action: Action) -> None:
         """`action` was carried out."""

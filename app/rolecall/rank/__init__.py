@@ -17,6 +17,7 @@ queries.py         Queries of rank 0 to the supervisors of all ranks, and their 
 run_files.py       CHECKPOINT_DIR as the coordinator uses it: its lock, the generation's number, DONE, FAILED
 signed_queries.py  POST /v1/ask at rank 0's METRICS_PORT: sends a query to all ranks, for clients
 site.py            The page at rank 0's METRICS_PORT: what it shows now, as HTML, as JSON
+spares.py          A rank's spare workers (SPARES), which take the place of a worker that ends
 stack_dump.py      The stacks of a worker's threads for the log: dumped by the worker itself, or read by py-spy
 stack_query.py     A supervisor's reply to the query `ReadStacks`: the activity of each thread of its worker
 start.py           A rank's processes on this machine: starts its tunnel, and runs its supervisor
@@ -29,7 +30,7 @@ threads.py         Watches the threads of a process in /proc, which needs no pri
 tracing.py         A rank's part in traces: its supervisor starts a recording on request
 worker.py          The worker: one process for each rank and generation, forked from one that has imported torch
 worker_end.py      The worker's end of the pipe to its supervisor (`supervisor_end.py` is the other): reports
-worker_manager.py  Carries out a member's actions: starts, updates and ends its worker, at most one at a time
+worker_manager.py  Carries out a member's actions: starts, loads, attaches, detaches, updates and ends its worker
 worker_process.py  A supervisor's handle on its worker process: starts it, reads its messages, and ends it
 zygote.py          The zygote of `rolecall run`: the standard library's fork server
 zygote_main.py     The first import of the zygote; no other process imports it

@@ -8,7 +8,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Collection
 
 import psutil
 
@@ -26,13 +26,14 @@ def adopt() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill(process: int, spared: Container[int] = ()) -> None:
-    """Kills the processes below `process`, except `spared`, until none is left, for at most KILL_SECONDS.
+def kill(process: int, spared: Collection[int] = ()) -> None:
+    """Kills the processes below `process` until none is left, for at most KILL_SECONDS; except its children `spared`
+    and the processes below them.
 
     A daemon is found only if `process`, or a process below it, adopts.
     """
     end = time.monotonic() + KILL_SECONDS
-    while left := [child for child in _below(process) if child.pid not in spared]:
+    while left := _below(process, spared):
         for child in left:
             with contextlib.suppress(psutil.Error):  # exited, or another user's
                 child.kill()
@@ -43,10 +44,17 @@ def kill(process: int, spared: Container[int] = ()) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _below(process: int) -> list[psutil.Process]:
-    """The running processes below `process`; its parent reaps an exited one."""
+def _below(process: int, spared: Collection[int]) -> list[psutil.Process]:
+    """The running processes below `process`, without its children `spared` and those below them; the parent of an
+    exited one reaps it."""
+    below = _tree(process)  # before the others: what has left their trees since then has lost its worker
+    kept = {child for pid in spared for child in _tree(pid)}
+    return [child for child in below if child.pid not in spared and child not in kept and _runs(child)]
+
+
+def _tree(process: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return [child for child in psutil.Process(process).children(recursive=True) if _runs(child)]
+        return psutil.Process(process).children(recursive=True)
     return []
 
 

@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ _server: Any = multiprocessing.forkserver._forkserver
 _preload = [ADOPTING]  # of a fork server of workers
 _imported: list[str] = []  # by the running fork server
 _alive_fd = -1  # the fork server runs while this process has it open
+_workers = set[int]()  # process IDs of the workers that have not ended
+_forking = threading.Lock()  # held until a new worker is in `_workers`, and by `clear`
 _forked = 0  # the process ID of a fork server that has forked, and so has finished its imports
 
 
@@ -149,8 +152,10 @@ def has_forked() -> bool:
 
 
 def _start(process: Any) -> None:
-    ensure_running(_preload)
-    process.start()
+    with _forking:
+        ensure_running(_preload)
+        process.start()
+        _workers.add(process.pid)
 
 
 async def fork(process: Any, limit: float) -> None:
@@ -212,16 +217,24 @@ def server_pid() -> int:
     return _server._forkserver_pid or 0
 
 
-def clear() -> None:
-    """Kills what an ended worker has left behind: all processes below the fork server. No worker may run."""
-    if server := server_pid():
-        descendants.kill(server)
+def clear(ended: int) -> None:
+    """Kills what the worker `ended` has left behind: all processes below the fork server but the other workers and what
+    is below them. If a fork takes longer than KILL_SECONDS, what is left is for the next call."""
+    _workers.discard(ended)
+    if not _forking.acquire(timeout=KILL_SECONDS):
+        return
+    try:
+        if server := server_pid():
+            descendants.kill(server, frozenset(_workers))
+    finally:
+        _forking.release()
 
 
 def end() -> None:
     """Kills the fork server and all processes below it. Its own exit takes half a second, for which readers of this
     process's output would wait."""
-    clear()
+    if server := server_pid():
+        descendants.kill(server)
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.pid not in spared:

@@ -55,7 +55,7 @@ async def describe(worker: WorkerProcess | None) -> dict[str, Any]:
         threads = described(stacks, states, pid, sources=False)
     return {
         "state": "stopped" if stopped else worker.state,
-        "generation": worker.task.generation,
+        "generation": worker.generation,
         "step": worker.step,
         "phase": worker.phase,
         "phase_seconds": round(time.monotonic() - worker.phase_since, 1),

@@ -24,7 +24,7 @@ from rolecall.declare.registry import Identity
 from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
-from rolecall.gang.protocol import Directive, Heartbeat, name_of
+from rolecall.gang.protocol import DETACH, FENCE, Directive, Heartbeat, name_of
 from rolecall.rank import collecting, endpoints, queries, stack_query, stats, tasks
 from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
@@ -73,6 +73,7 @@ class Supervisor:
         self._directed, self._done = asyncio.Event(), asyncio.Event()
         self._signalled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._detaching: asyncio.Task[None] | None = None  # the worker, which stays, while rank 0 is silent
         self._scrapes = endpoints.Scrapes()
         self.replies = queries.Replies(self._reply)
         self._started, self._reading_stacks = time.time(), asyncio.Lock()
@@ -231,13 +232,28 @@ class Supervisor:
         while True:
             await asyncio.sleep(self.settings.lease_seconds / TICKS)
             undecided = self.member.exit_code is None
-            if outcome := self.member.tick(time.monotonic(), self.workers.last_heartbeat):
-                self.workers.kill(outcome)
+            now = time.monotonic()
+            order = self.member.tick(now, self.workers.last_heartbeat, self.workers.attached)
+            if order == "detach":
+                self._detach()
+            elif order:
+                self.workers.kill(order)
+            for spare in self.workers.spare_workers:
+                if self.member.is_silent(now, spare.last_heartbeat):
+                    spare.kill("silent")
             if undecided and self.member.exit_code is not None:
                 self.log.error("the drain took too long; leaving without it", deadline_s=self.settings.drain_timeout)
             if self.parent and os.getppid() != self.parent:
                 self.member.exit(FAILED)
             self._check_exit()
+
+    def _detach(self) -> None:
+        """Has the worker leave its generation because rank 0 is silent, unless it is doing so."""
+        if self._detaching is None or self._detaching.done():
+            patience = self.settings.lease_seconds * (FENCE - DETACH)  # then it is fenced
+            self._detaching = asyncio.create_task(self.workers.detach(patience, "rank 0 does not answer"))
+            self._tasks.add(self._detaching)
+            self._detaching.add_done_callback(self._tasks.discard)
 
     async def _tunnel_loop(self, tunnel: Handle) -> None:
         """Waits for the end of the tunnel. This rank ends with it, and both are restarted."""

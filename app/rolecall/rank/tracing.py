@@ -39,19 +39,19 @@ class Recordings:
         self._until = max(self._until, time.monotonic() + seconds)
         if worker is None:
             newest = self._worker()
-            return Cursor(file_name((newest.task.generation if newest else 0) + 1))
-        path = self.directory / file_name(worker.task.generation)
+            return Cursor(file_name((newest.generation if newest else 0) + 1))
+        path = self.directory / file_name(worker.generation)
         cursor = Cursor(path.name, path.stat().st_size if path.exists() else 0)
         self._record(worker, seconds)
         return cursor
 
     def _record(self, worker: WorkerProcess, seconds: float | None) -> None:
         worker.traced = True
-        worker.send(RecordTrace(self.directory / file_name(worker.task.generation), seconds))
+        worker.send(RecordTrace(self.directory / file_name(worker.generation), seconds))
 
     def _running(self) -> WorkerProcess | None:
         worker = self._worker()
-        return worker if worker and worker.state == "running" and worker.task.members else None
+        return worker if worker and worker.state == "running" and not worker.task.check else None
 
     # ---- what was recorded
 

@@ -1,9 +1,11 @@
-"""Carries out a member's actions: starts, updates and ends its worker, at most one at a time."""
+"""Carries out a member's actions: starts, loads, attaches, detaches, updates and ends its worker."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,14 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import sources
 from rolecall.declare.describe import Description
-from rolecall.declare.task import Peer, Task
+from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import OVER, Directive, Outcome, WorkerStatus, name_of
+from rolecall.gang.protocol import OVER, Directive, Key, Outcome, WorkerState, WorkerStatus, name_of
 from rolecall.rank import fork_server
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.pipe_messages import Drain, LosePeer
+from rolecall.rank.pipe_messages import Drain
+from rolecall.rank.spares import Spares
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.files import FileWork
@@ -51,13 +54,16 @@ class WorkerManager:
         self.metrics, self.files = metrics, files
         telemetry.begin(metrics.worker_restarts, telemetry.WORKER_CAUSES)
         self.worker: WorkerProcess | None = None
+        self._spares: Spares | None = None  # of a role that stays, with SPARES
+        self._state: WorkerState = "none"  # of the worker, at its last change
+        self._attaching_since: float | None = None  # monotonic seconds
         self._unlogged: WorkerProcess | None = None  # a lost worker whose end is not logged yet
         self.log = telemetry.log()
         self._coordinator: Coordinator | None = None
         self.recordings = Recordings(files.directory, lambda: self.worker)
         self._changed, self._tunnel = changed, tunnel
-        self._stacks = str(files.directory / "stacks")  # the file for those of a worker
         self._warned = False  # of another source on disk
+        self._warned_of_spares = False
         self._source_watch: asyncio.Future[None] | None = None
         self._checked = set[str]()  # roles whose settings were checked since the gang assigned them
 
@@ -88,7 +94,8 @@ class WorkerManager:
             raise UsageError(f"the check of the settings failed: {check.error or check.outcome}")
 
     async def _run_check(self, role: str, limit: float) -> WorkerProcess:
-        task = Task(self.job.target, self.settings, Peer(role, 0, 0), values=self.job.settings, stacks=self._stacks)
+        stacks = _stacks(self.files.directory)
+        task = Task(self.job.target, self.settings, role, 0, check=True, values=self.job.settings, stacks=stacks)
         self.worker = check = WorkerProcess(task, self._changed)
         await check.start(limit)
         ended, left = asyncio.ensure_future(check.ended.wait()), limit
@@ -110,44 +117,115 @@ class WorkerManager:
                 await self.end()
                 role, kind = action.directive.role, action.directive.kind
                 if kind in (*OVER, "leave"):
+                    if self._spares:
+                        await self._spares.close()
                     await self.recordings.hand_over()
                 if not self.role and kind in ("run", "stop") and role not in self._checked:
                     await self.check(role)  # the gang waits until this action is carried out
                     self._checked.add(role)
             case "start":
-                await self._start(action.directive)
+                await self._start(action.directive, _attachment(action.directive))
+            case "load":
+                await self._start(action.directive, None)
+            case "attach" if self.worker:
+                self._attach(self.worker, _attachment(action.directive))
+            case "detach":
+                await self.detach(self.settings.lease_seconds)  # as long as a worker may be silent
             case "update" if self.worker:
-                for name in _lost_names(action.directive):
-                    self.worker.send(LosePeer(name))
-                if action.directive.drain:
-                    self.worker.send(Drain())
+                self._update(self.worker, action.directive)
 
-    async def _start(self, directive: Directive) -> None:
-        members = tuple(Peer(role, ordinal, rank) for rank, (role, ordinal) in enumerate(directive.members))
-        place = directive.role, directive.ordinal
-        me = next((peer for peer in members if (peer.role, peer.ordinal) == place), None)
-        if me is None:
-            problem = f"rank 0 assigns {name_of(place)}, who is no member of generation {directive.generation}"
-            raise UsageError(f"{problem}; run the same version of Rolecall in every rank")
-        self.files.clean()
-        self.metrics.worker_starts.inc()
-        task = Task(
-            job=self.job.target,
-            settings=self.settings,
-            me=me,
-            members=members,
-            generation=directive.generation,
-            lost=_lost_names(directive),
-            values=self.job.settings,
-            directory=self.files.directory,
-            stacks=self._stacks,
-            tunnel=self._tunnel,
-        )
-        self.worker = WorkerProcess(task, self._worker_changed, self._coordinator)
-        s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
-        await self.worker.start(s.connect_timeout if fork_server.has_forked() else s.phase_timeout)
+    def _attach(self, worker: WorkerProcess, attachment: Attachment) -> None:
+        self.metrics.worker_attaches.inc()
+        self._attaching_since = time.monotonic()
+        worker.attach(attachment)
+
+    def _update(self, worker: WorkerProcess, directive: Directive) -> None:
+        if directive.kind == "run" and worker.attached:
+            worker.update(_attachment(directive))
+            if directive.drain:
+                worker.send(Drain())
+        elif directive.kind == "load" and worker.alive:
+            worker.relabel(directive.generation, directive.join)
+
+    async def detach(self, patience: float, problem: str = "") -> None:
+        """Takes the worker out of its generation, perhaps because of `problem`; see `WorkerProcess.detach`."""
+        if self.worker:
+            await self.worker.detach(patience, problem)
+
+    async def _start(self, directive: Directive, attachment: Attachment | None) -> None:
+        """Starts a worker, or lets a spare take its place."""
+        place, self._attaching_since = (directive.role, directive.ordinal), None
+        is_rank0 = attachment is not None and attachment.me.rank == 0
+        await self._prepare_spares(place, is_rank0)
+        if spare := self._spares.take() if self._spares else None:
+            self.log.info("a spare worker takes over", generation=directive.generation)
+            self._use(spare)
+            if attachment:
+                self._attach(spare, attachment)
+            else:
+                spare.relabel(directive.generation, directive.join)
+        else:
+            self.metrics.worker_starts.inc()
+            worker = self._make(place, attachment, is_rank0)
+            self._use(worker)
+            worker.relabel(directive.generation, directive.join)
+            s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
+            await worker.start(s.connect_timeout if fork_server.has_forked() else s.phase_timeout)
         if self._source_watch is None or self._source_watch.done():  # the disk may hang
             self._source_watch = asyncio.ensure_future(asyncio.to_thread(self._warn_of_changes))
+
+    def _use(self, worker: WorkerProcess) -> None:
+        """From now on, `worker` is the rank's."""
+        self.worker, self._state = worker, worker.state
+        if worker.task.directory:
+            self.files.use(worker.task.directory)
+
+    def _make(self, place: Key, attachment: Attachment | None, is_rank0: bool = False) -> WorkerProcess:
+        own = [self.worker] if self.worker and self.worker.alive else []
+        in_use = [worker.task.directory for worker in (*own, *self.spare_workers)]
+        directory = self.files.free([folder for folder in in_use if folder])
+        settings = self.settings
+        if attachment is None:  # no name for the file of a trace; `recordings` begins it once the worker runs
+            settings = settings.model_copy(update={"trace": False})
+        task = Task(
+            self.job.target,
+            settings,
+            *place,
+            is_rank0=is_rank0,
+            attachment=attachment,
+            values=self.job.settings,
+            directory=directory,
+            stacks=_stacks(directory),
+            tunnel=self._tunnel,
+        )
+        worker = WorkerProcess(task, lambda: self._worker_changed(worker), self._coordinator)
+        return worker
+
+    async def _prepare_spares(self, place: Key, is_rank0: bool) -> None:
+        """Sees to it that the rank's spares, if it has any, are for `place`."""
+        s = self.settings
+        if self._spares and self._spares.place != place:
+            await self._spares.close()
+            self._spares = None
+        if self._spares or not s.spares or is_rank0:
+            return
+        spec = next((spec for spec in self.job.roles if spec.name == place[0]), None)
+        if spec and spec.stays:
+            self._spares = Spares(
+                place,
+                s.spares,
+                lambda: self._make(place, None),
+                needed=lambda: self.worker is not None and self.worker.state == "running",
+                metrics=self.metrics,
+                limit=s.phase_timeout,
+                pause=s.rejoin_interval if spec.backoff is None else spec.backoff,
+            )
+        elif not self._warned_of_spares:
+            self._warned_of_spares = True
+            self.log.warning(
+                f"SPARES={s.spares}: has no effect, because workers of the role {place[0]} do not stay: each "
+                "generation starts new ones; leave it out for this role, or see Role(stays=True)"
+            )
 
     def _warn_of_changes(self) -> None:
         """Logs once that the job's source has changed on disk."""
@@ -162,23 +240,35 @@ class WorkerManager:
     async def end(self) -> None:
         """Ends the worker, and waits for its end."""
         if self.worker and self.worker.alive:
-            if self.worker.traced and self.worker.state == "running":
+            if self.worker.traced and self.worker.state in ("ready", "running"):
                 await self.worker.stop(TRACE_FLUSH_SECONDS)
             self.worker.kill("stopped")
             await self.worker.ended.wait()
 
     async def close(self) -> None:
-        """Ends the worker, also one that is being forked, and the fork server."""
+        """Ends the worker, also one that is being forked, the spares, and the fork server."""
         if self.worker and self.worker.forking:
             fork_server.end()
         else:
             await self.end()
+        if self._spares:
+            await self._spares.close()
         fork_server.end()
 
     def kill(self, outcome: Outcome) -> None:
         """Kills a live worker, which then ends with `outcome`. A check of the settings needs no fencing."""
-        if self.worker and self.worker.alive and (self.worker.task.members or outcome != "stopped"):
+        if self.worker and self.worker.alive and not (self.worker.task.check and outcome == "stopped"):
             self.worker.kill(outcome)
+
+    @property
+    def spare_workers(self) -> Sequence[WorkerProcess]:
+        """The spares that have not ended."""
+        return [*self._spares.workers] if self._spares else []
+
+    @property
+    def attached(self) -> bool:
+        """Whether the worker is a part of a generation, or becomes one."""
+        return self.worker is not None and self.worker.attached
 
     def status(self) -> WorkerStatus:
         """The newest worker's status, for the gang."""
@@ -199,15 +289,29 @@ class WorkerManager:
         phase = worker.phase if worker and worker.alive else ""
         telemetry.one_hot(metrics.worker_state, telemetry.WORKER_STATES, worker.state if worker else "none")
         telemetry.one_hot(metrics.phase, telemetry.PHASES, phase or "none")
-        metrics.generation.set(worker.task.generation if worker and worker.alive else 0)
+        metrics.generation.set(worker.generation if worker and worker.attached else 0)
         metrics.worker_resident_bytes.set(worker.resident_bytes() if worker else 0)
 
-    def _worker_changed(self) -> None:
-        worker = self.worker
+    def _worker_changed(self, worker: WorkerProcess) -> None:
+        if worker is not self.worker:
+            if self._spares:
+                self._spares.changed(worker)
+            return
         self._changed()
-        if worker and not worker.alive and worker.outcome == "lost":
+        before, self._state = self._state, worker.state
+        if worker.state == before:
+            return
+        if worker.state == "running":
+            if self._attaching_since is not None:
+                self.metrics.worker_attach_seconds.observe(time.monotonic() - self._attaching_since)
+                self._attaching_since = None
+            if self._spares:
+                self._spares.fill()
+        elif worker.state == "ready" and (status := worker.status()).outcome == "lost":
+            self.log.info("worker detached", generation=worker.generation, **telemetry.cause(status.error))
+        elif worker.state == "ended" and worker.outcome == "lost":
             self._unlogged = worker  # a peer may have ended because the job has finished: rank 0's next directive tells
-        elif worker and not worker.alive and worker.outcome not in EXPECTED:
+        elif worker.state == "ended" and worker.outcome not in EXPECTED:
             self._log_end(worker)
 
     def _log_lost(self, kind: str) -> None:
@@ -223,11 +327,25 @@ class WorkerManager:
         log.get(worker.outcome, self.log.error)(
             "worker ended",
             outcome=worker.outcome,
-            generation=worker.task.generation,
+            generation=worker.generation,
             **telemetry.cause(worker.error),
         )
 
 
-def _lost_names(directive: Directive) -> tuple[str, ...]:
-    """The names, in calls, of the members that the generation has lost."""
-    return tuple(f"{role}_{ordinal}" for role, ordinal in directive.lost)
+def _attachment(directive: Directive) -> Attachment:
+    """The part in a generation that `directive` gives its member. Raises UsageError if it is no member."""
+    place, numbers = (directive.role, directive.ordinal), {(role, ordinal): n for role, ordinal, n in directive.joined}
+    members = tuple(Peer(*key, rank, numbers.get(key, 0)) for rank, key in enumerate(directive.members))
+    me = next((peer for peer in members if (peer.role, peer.ordinal) == place), None)
+    if me is None:
+        problem = f"rank 0 assigns {name_of(place)}, who is no member of generation {directive.generation}"
+        raise UsageError(f"{problem}; run the same version of Rolecall in every rank")
+    me = replace(me, join=directive.join)
+    members = tuple(me if peer.rank == me.rank else peer for peer in members)
+    lost = tuple(peer.name for peer in members if (peer.role, peer.ordinal) in directive.lost)
+    return Attachment(directive.generation, me, members, lost)
+
+
+def _stacks(directory: Path) -> str:
+    """The file for the stacks of a worker whose folder is `directory`."""
+    return str(directory / "stacks")

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 
 from rolecall import telemetry
-from rolecall.declare.task import Task
-from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
+from rolecall.declare.task import Attachment, Task
+from rolecall.gang.protocol import ALIVE, ATTACHED, Join, LostPeer, Outcome, WorkerState, WorkerStatus
 from rolecall.observe.cgroup import Cgroup
-from rolecall.rank import fork_server, pipe_messages, stack_dump
+from rolecall.rank import descendants, fork_server, pipe_messages, stack_dump
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
 from rolecall.record.files import FileWork
@@ -53,29 +53,40 @@ def _name_of(number: int) -> str:
 
 
 def _run(task: Task, connection: Any) -> None:
+    if task.settings.spares:
+        descendants.adopt()  # its daemons stay below it, so that they do not end with another worker of this rank
     importlib.import_module(fork_server.MAIN).main(task, connection)  # in the worker, where it is loaded already
 
 
 class WorkerProcess:
     """One worker, from `start` to its end. `changed` is called whenever its status changes. Rank 0's `coordinator` keep
-    the records that it sends."""
+    the records that it sends.
+
+    `generation` and `join` are those of its newest part in a generation, or of the one that it loads for.
+    """
 
     def __init__(self, task: Task, changed: Callable[[], None], coordinator: Coordinator | None = None) -> None:
         self.task = task
-        self.state: WorkerState = "starting"
+        self.state: WorkerState = "starting" if task.attachment or task.check else "loading"
+        self.generation = task.attachment.generation if task.attachment else 0
+        self.join = task.attachment.me.join if task.attachment else 0
         self.outcome: Outcome = ""
         self.error = ""
         self.step = 0
         self.summary: dict[str, Any] = {}
         self.drains_failed = 0
-        self.lost_peers: tuple[Key, ...] = ()
-        self.phase = "" if task.members else "checking"
+        self.lost_peers: tuple[LostPeer, ...] = ()
+        self.phase = "checking" if task.check else ""
         self.phase_since = time.monotonic()
         self.long_calls: tuple[Reported, ...] = ()  # as of the last message
         self.file_work: FileWork | None = None  # so is this
-        self.traced = task.settings.trace and bool(task.members)  # it records a trace
+        self.traced = task.settings.trace and not task.check  # it records a trace
         self._received_at = time.monotonic()
         self.ended = asyncio.Event()
+        self._settled = asyncio.Event()  # it is ready, or has ended
+        self._detached = asyncio.Event()  # from the newest generation, or it has ended
+        self._departure: tuple[Outcome, str] = "", ""  # of a ready worker: why it left its generation, and the error
+        self._detaching: str | None = None  # why; None unless it has been told to detach
         self._changed = changed
         self._coordinator = coordinator
         self._kill_outcome: Outcome = ""
@@ -104,13 +115,20 @@ class WorkerProcess:
         """Its process; 0 if it does not exist."""
         return self._pid if self._pidfd >= 0 else 0
 
+    @property
+    def attached(self) -> bool:
+        """Whether it is a part of a generation, or becomes one."""
+        return self.state in ATTACHED
+
     def status(self) -> WorkerStatus:
         """Its status, for the gang."""
+        outcome, error = (self.outcome, self.error) if self.attached or not self.alive else self._departure
         return WorkerStatus(
-            generation=self.task.generation,
+            generation=self.generation,
+            join=self.join,
             state=self.state,
-            outcome=self.outcome,
-            error=self.error[-MAX_ERROR_CHARS:],
+            outcome=outcome,
+            error=error[-MAX_ERROR_CHARS:],
             step=self.step,
             summary=self.summary,
             drains_failed=self.drains_failed,
@@ -160,6 +178,46 @@ class WorkerProcess:
                 self.error = f"the worker {error}"
                 self.kill("silent")
 
+    async def settle(self) -> None:
+        """Waits until it is ready, or has ended. One that loads for PHASE_TIMEOUT ends itself."""
+        await self._settled.wait()
+
+    def relabel(self, generation: int, join: int) -> None:
+        """It loads for that part in a generation from now on, or is ready for it."""
+        if (generation, join) != (self.generation, self.join):
+            self.generation, self.join, self._departure = generation, join, ("", "")
+            self._changed()
+
+    def attach(self, attachment: Attachment) -> None:
+        """Makes it a part of a generation. It is `running` once it has met the others."""
+        if not self.alive:
+            return
+        self.generation, self.join, self.state = attachment.generation, attachment.me.join, "starting"
+        self.outcome, self.error, self.step, self.summary = "", "", 0, {}
+        self.drains_failed, self.lost_peers = 0, ()
+        self._departure, self._detaching, self._detached = ("", ""), None, asyncio.Event()
+        self.send(pipe_messages.Attach(attachment))
+        self._changed()
+
+    def update(self, attachment: Attachment) -> None:
+        """Tells it who is in its generation now."""
+        if self.attached:
+            self.send(pipe_messages.Update(attachment))
+
+    async def detach(self, patience: float, problem: str = "") -> None:
+        """Takes it out of its generation, perhaps because of `problem`. Returns once it has confirmed that, or has
+        ended; it is killed if it does neither within `patience` seconds."""
+        if not self.attached:
+            return
+        detached = self._detached  # by the end of this wait it may be a part of another generation
+        if self._detaching is None:
+            self._detaching = problem
+            self.send(pipe_messages.Detach())
+        await fork_server.within(asyncio.ensure_future(detached.wait()), patience)
+        if not detached.is_set():
+            self.kill("stopped")
+            await self.ended.wait()
+
     async def stop(self, patience: float) -> None:
         """Tells it to write its trace and exit. Returns once it has ended, or after `patience` seconds."""
         self._kill_outcome = self._kill_outcome or "stopped"
@@ -198,7 +256,7 @@ class WorkerProcess:
         """Logs the stacks `text`, if there are any."""
         if text:
             log = telemetry.log()
-            log.warning("stacks of the worker", generation=self.task.generation, step=self.step, exception=text)
+            log.warning("stacks of the worker", generation=self.generation, step=self.step, exception=text)
 
     def _sigkill(self) -> None:
         if self._pidfd >= 0:
@@ -238,13 +296,27 @@ class WorkerProcess:
             case pipe_messages.Records(records):
                 self._keep(records)
                 return
-            case pipe_messages.Connected():
+            case pipe_messages.Loaded():
+                if self.state != "loading":
+                    return  # it is attached already
+                self.state = "ready"
+                self._settled.set()
+            case pipe_messages.Connected(generation, join):
+                if self.state != "starting" or (generation, join) != (self.generation, self.join):
+                    return
                 self.state = "running"
+            case pipe_messages.Detached(generation, join, problem):
+                if not self.attached or (generation, join) != (self.generation, self.join):
+                    return
+                problem = problem or self._detaching or ""
+                self.state, self._departure = "ready", ("lost" if problem else "stopped", problem)
+                self._settled.set()
+                self._detached.set()
             case pipe_messages.DrainRefused(problem):
                 self.drains_failed += 1
                 self.error = problem
-            case pipe_messages.PeerLost(role, ordinal):
-                self.lost_peers += ((role, ordinal),)
+            case pipe_messages.PeerLost(peer, replace):
+                self.lost_peers += (LostPeer(Join(peer.role, peer.ordinal, peer.join), replace),)
             case pipe_messages.Stuck(problem, dumped):
                 self.error = problem
                 self._dumping = self._dumping or asyncio.create_task(self._end_stuck(dumped))
@@ -271,12 +343,14 @@ class WorkerProcess:
         if error is None:  # it was forked
             await asyncio.to_thread(self._process.join, 2)
             code = self._process.exitcode
-            await asyncio.to_thread(fork_server.clear)  # the next worker begins after that
+            await asyncio.to_thread(fork_server.clear, self._pid)  # the next worker begins after that
         if not self.outcome:
             if error:
                 self.outcome, self.error = self._kill_outcome or "failed", error
             elif self._kill_outcome:
                 self.outcome = self._kill_outcome
+            elif code == 0 and self._detaching is not None and self.attached:  # its role does not stay
+                self.outcome = "stopped"
             elif code is not None and code < 0 and -code in CRASHES:
                 self.outcome, self.error = "crashed", f"ended by {signal.Signals(-code).name}"
             elif code is not None and 0 < code < 255:
@@ -286,7 +360,8 @@ class WorkerProcess:
                 self.step = max(self.step, self._step_made())
         self._connection.close()
         self.state = "ended"
-        self.ended.set()
+        for event in (self._settled, self._detached, self.ended):
+            event.set()
         self._changed()
 
     def _step_made(self) -> int:

@@ -1,0 +1,68 @@
+"""A supervisor whose rank 0 is silent: what becomes of its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.config import Settings
+from rolecall.declare.registry import Identity
+from rolecall.gang.protocol import Answer, Directive, WorkerStatus
+from rolecall.rank import tasks, worker_process
+from rolecall.rank.supervisor import Supervisor
+from tests.rank.test_attach import is_deaf, obeys
+from tests.rank.test_spares import JOB
+
+pytestmark = pytest.mark.filterwarnings("ignore:resource_tracker. process died unexpectedly")
+DEADLINE = 30.0
+LOST = WorkerStatus(1, "ready", "lost", "rank 0 does not answer")
+
+
+@pytest.mark.parametrize(
+    ("run", "stays", "left"),
+    [
+        (obeys, True, LOST),
+        (obeys, False, WorkerStatus(1, "ended", "stopped")),
+        (is_deaf, True, WorkerStatus(1, "ended", "stopped")),
+    ],
+    ids=["stays", "does not stay", "does not confirm"],
+)
+def test_worker_leaves_its_generation_if_rank0_is_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Any, stays: bool, left: WorkerStatus
+) -> None:
+    monkeypatch.setattr(worker_process, "_run", run)
+
+    def hear(supervisor: Supervisor) -> None:
+        """An answer of rank 0."""
+        member, now = supervisor.member, time.monotonic()
+        directive = Directive("run", 1, 2, 1, role="observer", stays=stays, listed=2)
+        answer = Answer("rank 0", directive, members=(("agent", "0"), ("observer", "1")))
+        assert member.answered(member.beat(supervisor.workers.status()), now, answer, now)
+
+    async def play() -> WorkerStatus:
+        supervisor = Supervisor(
+            JOB, Settings(job="rl", lease_seconds=1), Identity("observer", 1), tmp_path, tunnel=None
+        )
+        supervisor._make_metrics()
+        hear(supervisor)
+        running = {asyncio.create_task(supervisor._action_loop())}
+        try:
+            await until(supervisor, "running")
+            hear(supervisor)
+            running.add(asyncio.create_task(supervisor._liveness_loop()))
+            await until(supervisor, left.state)
+            return supervisor.workers.status()
+        finally:
+            await tasks.cancel(running)
+            await supervisor.workers.close()
+
+    async def until(supervisor: Supervisor, state: str) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while supervisor.workers.status().state != state:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    assert asyncio.run(play()) == left

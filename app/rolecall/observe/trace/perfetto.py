@@ -70,8 +70,8 @@ def history_beside(folder: Path) -> History:
 
 
 def write_file(calls: Calls, path: Path, run: History | None = None) -> int:
-    """Writes the spans of `calls`, and the generations, losses and joins of the `run`, to the file `path`, as a whole or
-    not at all; returns the number of spans. Raises UsageError if that fails.
+    """Writes the spans of `calls`, and the generations, losses and joins of the `run`, to the file `path`, as a whole
+    or not at all; returns the number of spans. Raises UsageError if that fails.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with UsageError.wrap(f"{path}: cannot be written", OSError):

@@ -17,7 +17,6 @@ from rolecall.gang.protocol import (
     ALIVE,
     ATTACHED,
     DETACH,
-    DETACHED,
     FENCE,
     OVER,
     ActionKind,
@@ -188,7 +187,7 @@ class Member:
         return Action(self._kind(directive, worker), directive)
 
     def _kind(self, directive: Directive, worker: WorkerStatus) -> ActionKind:
-        attached, idle = worker.state in ATTACHED, worker.state in DETACHED
+        attached, idle = worker.state in ATTACHED, worker.state in ("loading", "ready")
         same = (worker.generation, worker.join) == (directive.generation, directive.join)
         moved = self._place not in (None, _place(directive))
         if moved and worker.state in ALIVE and directive.kind in ("run", "load"):

@@ -30,6 +30,7 @@ from rolecall.config import __version__
 PREFIX = "rolecall_"
 LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 DURATION = (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 60.0)
+JOIN_DURATION = (0.2, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)  # a model may load for minutes
 CAUSES = (
     "killed",
     "crashed",
@@ -38,6 +39,7 @@ CAUSES = (
     "silent",
     "restarted",
     "unreachable",
+    "replaced",
     "lost",
     "left",
     "drained",
@@ -132,12 +134,20 @@ COORDINATOR = (
     Metric("gauge", "gang_wanted", "Ranks required to start a generation, by role.", ("role",)),
     Metric("counter", "gang_generations_total", "Generations started."),
     Metric("counter", "gang_restarts_total", "Ended generations and lost elastic ranks, by cause.", ("cause",)),
+    Metric("counter", "gang_joins_total", "Members that joined a running generation."),
+    Metric("counter", "gang_stays_total", "Members whose worker stayed alive from one generation to the next."),
     Metric("counter", "gang_refused_total", "Requests refused by the coordinator, by reason.", ("reason",)),
     Metric(
         "histogram",
         "recovery_seconds",
         "Time from the end of a generation to the first step of the next.",
         buckets=DURATION,
+    ),
+    Metric(
+        "histogram",
+        "gang_join_seconds",
+        "Time from a member's order to load a worker until it has joined the running generation.",
+        buckets=JOIN_DURATION,
     ),
     Metric("gauge", "checkpoint_interval_seconds", "Seconds between checkpoints (CHECKPOINT_INTERVAL)."),
     Metric(

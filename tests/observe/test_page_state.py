@@ -80,6 +80,33 @@ STATES = [
 ]
 
 
+def test_a_member_that_joins_is_no_alarm() -> None:
+    joining = (
+        (MemberView(), "joining"),
+        (MemberView(WorkerStatus(2, "loading", phase="loading")), "joining (loading)"),
+        (MemberView(WorkerStatus(2, "ready")), "joining (ready)"),
+        (MemberView(WorkerStatus(2, "ended", "stopped")), "joining"),
+    )
+    for member, word in joining:
+        gang = GangView("running", lost={FIRST: "replaced"}, joining=frozenset({FIRST}), members={FIRST: member})
+        assert words(gang)["observer 0"] == ("idle", word)
+
+
+def test_a_lost_member_is_lost_until_it_joins_again() -> None:
+    lost = {FIRST: "unreachable", SECOND: "replaced", THIRD: "left"}
+    members = {
+        FIRST: works(),
+        SECOND: MemberView(WorkerStatus(2, "ended", "stopped")),
+        THIRD: MemberView(WorkerStatus(2, "ready")),
+    }
+    found = words(GangView("running", ranks=(AGENT, FIRST, SECOND, THIRD), lost=lost, members=members))
+    assert found["observer 0"] == ("bad", "lost: unreachable")
+    assert found["observer 1"] == ("bad", "lost: replaced")
+    assert found["observer 2"] == ("idle", "ready")
+    assert words(GangView("running", ranks=(AGENT, THIRD), lost=lost))["observer 2"] == ("idle", "has left")
+    assert words(GangView("gathering", lost=lost, members=members))["observer 0"] == ("good", "running")
+
+
 @pytest.mark.parametrize(("member", "expected"), STATES)
 def test_a_members_word(member: MemberView, expected: tuple[str, str]) -> None:
     assert words(GangView("running", members={FIRST: member}))["observer 0"] == expected
@@ -107,6 +134,18 @@ def test_generations_say_why_they_ended() -> None:
     assert [one["reason"] for one in first["lost"]] == ["the worker of observer 1 ended: killed"]
     assert first["began"] <= first["ended"] <= second["began"]
     assert (second["step"], second["ended"], second["cause"]) == (8, None, "")
+
+
+def test_generations_have_joins_and_stays() -> None:
+    run = trained()
+    run.keep_workers(1, 2)
+    run.add_ranks(2, 2, "observer 1-2")
+    state = shown(GangView("running", number=2), run)
+    first, second = state["generations"]
+    assert (first["joined"], first["stayed"]) == ([], 0)
+    assert [(one["count"], one["reason"]) for one in second["joined"]] == [(2, "observer 1-2")]
+    assert second["stayed"] == 1
+    assert (state["ranks_joined"], state["workers_stayed"]) == (2, 1)
 
 
 def test_untrained_and_killed_generations_are_listed() -> None:

@@ -68,6 +68,15 @@ def test_summary_has_the_results_of_the_run() -> None:
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 
 
+def test_summary_counts_joins_and_stays() -> None:
+    run = History()
+    run.keep_workers(2, 2)
+    run.add_ranks(3, 2, "trainer 1-3")
+    run.lose_rank("replaced", 2, "ps 0 wants another worker of trainer 1")
+    summary = short(run, "finished")
+    assert (summary["ranks_joined"], summary["workers_stayed"], summary["ranks_lost"]) == (3, 2, {"replaced": 1})
+
+
 def test_the_best_perplexity_is_the_lowest() -> None:
     _, summary = trained("rnn")
     assert summary["curve"]["best"]["step"] == 1

@@ -111,7 +111,9 @@ def test_generations_and_kills_are_on_the_same_time_line(tmp_path: Path) -> None
     rows = [
         {"kind": "start", "generation": 1, "step": 0, "seconds": 0.0, "time": UNIX / 1e9 + 1, "after": ""},
         {**event, "what": "lost", "time": UNIX / 1e9 + 2, "cause": "killed", "reason": killed},
+        {**event, "what": "joined", "time": UNIX / 1e9 + 3, "cause": "", "reason": "trainer 1-2", "count": 2},
         {**event, "what": "ended", "time": UNIX / 1e9 + 4, "cause": "crashed", "reason": "x"},
+        {**event, "what": "stayed", "generation": 2, "time": UNIX / 1e9 + 4.5, "cause": "", "count": 2},
         {"kind": "start", "generation": 2, "step": 9, "seconds": 3.0, "time": UNIX / 1e9 + 5, "after": "crashed"},
     ]
     run = History()
@@ -125,7 +127,10 @@ def test_generations_and_kills_are_on_the_same_time_line(tmp_path: Path) -> None
     generations = [one for one in events if one["name"].startswith("generation") and one["ph"] == "X"]
     assert [(one["name"], round(one["dur"] / 1e6, 1)) for one in generations] == [("generation 1", 3.0)]
     instants = {one["name"]: one for one in events if one["ph"] == "i"}
-    assert set(instants) == {"lost: killed", "generation 1 ended: crashed", "generation 2"}
+    joined = "joined: trainer 1-2"
+    assert set(instants) == {"lost: killed", joined, "generation 1 ended: crashed", "workers stayed", "generation 2"}
+    assert instants[joined]["args"] == {"generation": 1, "ranks": 2}
+    assert instants["workers stayed"]["args"] == {"generation": 2, "workers": 2}
     assert instants["lost: killed"]["args"]["reason"] == "trainer 1 was killed by SIGKILL"
     steps = [one["ts"] for one in events if one["name"] == "step"]
     assert steps[1] - steps[0] == pytest.approx(4_000_000, abs=10)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 import psutil
@@ -17,7 +17,8 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.gang.compact import name_of_directive
-from rolecall.gang.protocol import Answer, Beat, Heartbeat
+from rolecall.gang.generation import Generation
+from rolecall.gang.protocol import Answer, Beat, Cause, Event, Heartbeat
 from rolecall.rank import coordinator, messages
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link
@@ -28,13 +29,15 @@ FIRST = "first"
 
 
 @contextlib.asynccontextmanager
-async def serving(directory: Path, lease: float = 6.0, stops: bool = True) -> AsyncIterator[tuple[Coordinator, Post]]:
+async def serving(
+    directory: Path, lease: float = 6.0, stops: bool = True, registry: CollectorRegistry | None = None
+) -> AsyncIterator[tuple[Coordinator, Post]]:
     """A coordinator that ticks, and what posts a beat to it."""
     settings = Settings(
         job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0], lease_seconds=lease
     )
     lead = Coordinator(describe.describe("rl", ["--observers", "1"]), settings, FIRST, "node")
-    await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
+    await lead.start(telemetry.build(telemetry.COORDINATOR, registry))
     loops = [asyncio.create_task(loop) for loop in lead.loops()]
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.port}") as session:
@@ -124,7 +127,7 @@ def test_a_replaced_rank_is_answered_before_its_successor(tmp_path: Path) -> Non
             await post(first_beat(lead, incarnation="new", role="observer"))
             answer = await old
             assert answer.directive is not None
-            assert answer.directive.kind == "stop"
+            assert answer.directive.kind == "detach"
             assert answer.directive.epoch > order.directive.epoch
 
     run(steps())
@@ -171,3 +174,38 @@ def test_outdated_beats_leave_their_connections_to_newer_ones(tmp_path: Path) ->
             assert len(seen - before) == 2
 
     run(steps())
+
+
+def test_joins_stays_and_replacements_are_metrics_and_history(tmp_path: Path) -> None:
+    async def steps() -> None:
+        registry = CollectorRegistry()
+        async with serving(tmp_path, registry=registry) as (lead, _):
+            gang, history = lead.gang, lead.files.journal.history
+            gang.generation = Generation(2, {}, 0.0)
+            gang.events += [
+                Event("generation", number=2, members="agent 0, observer 0-2", stayed=3),
+                Event("joined", members="observer 3-4", seconds=2.5, joins=(0.5, 2.5)),
+                Event("lost", cause="replaced", reason="agent 0 wants another worker of observer 0"),
+            ]
+            lead.crashed(("observer", 0))  # news, which the coordinator reports at once
+            values = {
+                name: registry.get_sample_value(f"rolecall_{name}")
+                for name in ("gang_joins_total", "gang_stays_total", "gang_join_seconds_count", "gang_join_seconds_sum")
+            }
+            assert list(values.values()) == [2.0, 3.0, 2.0, 3.0]
+            restarts = {
+                cause: registry.get_sample_value("rolecall_gang_restarts_total", {"cause": cause})
+                for cause in telemetry.CAUSES
+            }
+            assert {cause: count for cause, count in restarts.items() if count} == {"replaced": 1.0}
+            assert (history.joined, history.stayed, history.lost) == (2, 3, {"replaced": 1})
+            assert [event.what for event in history.events] == ["stayed", "joined", "lost"]
+
+    run(steps())
+
+
+def test_every_cause_is_counted_from_the_start() -> None:
+    def values(kind: Any) -> set[str]:
+        return {value for each in get_args(kind) for value in (values(each) or {each})}
+
+    assert values(Cause) - {"", "finished"} == set(telemetry.CAUSES)

@@ -39,7 +39,8 @@ def again(rows: list[dict[str, Any]]) -> History:
 
 
 def state(run: History) -> tuple[Any, ...]:
-    return (run.curves, run.starts, run.generations, run.began, run.seconds, run.ends, run.lost, run.goal)
+    changes = run.ends, run.lost, run.joined, run.stayed, run.events
+    return (run.curves, run.starts, run.generations, run.began, run.seconds, changes, run.goal)
 
 
 def interrupted() -> tuple[History, list[dict[str, Any]]]:
@@ -152,8 +153,30 @@ def test_a_history_is_read_as_it_was_recorded(seed: int) -> None:
             rows += run.end_generation(chance.choice(["killed", "drained"]))
         if chance.random() < 0.3:
             rows += run.lose_rank("silent")
+        rows += run.keep_workers(chance.randint(0, 3), number)
+        rows += run.add_ranks(chance.randint(0, 3), number, "observer 1-3")
     rows += run.close()
     assert state(again(rows)) == state(run)
+
+
+def test_joins_and_stays_are_counted() -> None:
+    run = History()
+    assert run.keep_workers(0, 1) == []
+    run.keep_workers(2, 2)
+    run.add_ranks(3, 2, "observer 1-3")
+    run.add_ranks(1, 2, "observer 4")
+    assert (run.joined, run.stayed, run.lost, run.ends) == (4, 2, {}, {})
+    assert [(event.what, event.count, event.reason, event.cause) for event in run.events] == [
+        ("stayed", 2, "", ""),
+        ("joined", 3, "observer 1-3", ""),
+        ("joined", 1, "observer 4", ""),
+    ]
+
+
+def test_events_of_earlier_versions_are_read() -> None:
+    lost = {"kind": "event", "what": "lost", "generation": 1, "time": 5.0, "cause": "killed", "reason": "x"}
+    (event,) = again([lost]).events
+    assert (event.what, event.cause, event.count) == ("lost", "killed", 1)
 
 
 def write(directory: Path, rows: list[dict[str, Any]]) -> None:

@@ -25,6 +25,7 @@ ACTIVE = 'rolecall_gang_state{state=~"gathering|running|draining|stopping"}'
 AGE = total("(time() - rolecall_checkpoint_timestamp_seconds)", how="max")
 SENT, RECEIVED = (per_second(f"rpc_{way}_bytes_total", "method") for way in ("sent", "received"))
 RECOVERIES = total("increase(rolecall_recovery_seconds_bucket[1h])", "le")
+JOINS = total("increase(rolecall_gang_join_seconds_bucket[1h])", "le")
 
 
 def _of_rank_0(metric: str) -> str:
@@ -192,7 +193,7 @@ RPC = dashboard(
 RECOVERY = dashboard(
     "rolecall-recovery",
     "Rolecall: recovery",
-    "Restarts by cause, recovery time and checkpoints.",
+    "Restarts by cause, recovery time, joins and checkpoints.",
     [
         Row("The gang", [
             timeline("Gang", "State of rank 0's coordinator.", telemetry.GANG_STATES,
@@ -214,6 +215,13 @@ RECOVERY = dashboard(
                   (f"histogram_quantile(0.95, {RECOVERIES})", JOB + " p95")),
             graph("Mean recovery", "s", "Since rank 0 started.",
                   (f"{total('rolecall_recovery_seconds_sum')} / {total('rolecall_recovery_seconds_count')}", JOB)),
+            graph("Joins", "none", "Members that joined a running generation, in five minutes.",
+                  (f"{total('increase(rolecall_gang_joins_total[5m])')} > 0", JOB)),
+            graph("Time to join", "s", "Time from a member's order to load a worker until it has joined, over an hour.",
+                  (f"histogram_quantile(0.5, {JOINS})", JOB + " p50"),
+                  (f"histogram_quantile(0.95, {JOINS})", JOB + " p95")),
+            graph("Stays", "none", "Members whose worker stayed alive from one generation to the next, since rank 0 "
+                  "started.", (total("rolecall_gang_stays_total"), JOB)),
             graph("Rank 0 unreachable", "ops", "Requests to rank 0's coordinator without an answer, per second.",
                   (ranked(rate("gang_unreachable_total")), RANK)),
         ]),

@@ -14,6 +14,7 @@ from rolecall.gang.directives import Epochs
 from rolecall.gang.generation import Drain, Generation, Part
 from rolecall.gang.protocol import (
     ACTIVE,
+    DETACHED,
     DRAIN_EXEMPT_PHASES,
     ERRORS,
     JOIN_SECONDS,
@@ -362,7 +363,8 @@ class Gang:
             for key in members:
                 self.members[key].ends = False
             self._enter("running", now)
-            self.events.append(Event("generation", number=self.number, members=text_of(members)))
+            stayed = sum(self.members[key].heartbeat.worker.state in DETACHED for key in members)
+            self.events.append(Event("generation", number=self.number, members=text_of(members), stayed=stayed))
 
     def _gather(self, now: float) -> Effect | None:
         if self.rank0 in self._leavers:
@@ -403,7 +405,7 @@ class Gang:
         for key in newcomers:
             if self._stays(key) and generation.connected:
                 others[key].ends = False
-                generation.begin_loading(key, others[key].heartbeat.incarnation)
+                generation.begin_loading(key, others[key].heartbeat.incarnation, now)
                 self._epochs.advance()
         newcomers = [key for key in newcomers if not self._stays(key)]
         if newcomers and now - generation.started >= self.rules.rejoin_interval:
@@ -414,11 +416,12 @@ class Gang:
         them. Returns the effect that puts the places of the latter on disk."""
         generation = self.generation
         if now >= self._joins_at:
-            if joined := generation.admit():
+            if joined := generation.admit(now):
                 self._joins_at = now + JOIN_SECONDS
                 self._admission.joined(joined, now)
                 self._epochs.advance()
-                self.events.append(Event("joined", members=text_of(joined)))
+                waits = tuple(round(seconds, 3) for seconds in joined.values())
+                self.events.append(Event("joined", members=text_of(joined), seconds=max(waits), joins=waits))
             if generation.batch is None and (ready := generation.ready()):
                 members = tuple(dict.fromkeys((*generation.keys, *ready)))
                 generation.batch = Effect("join", generation.number, members, budget=self.budget)
@@ -607,6 +610,11 @@ class Gang:
         """(members of the running generation, members with a good lease, members that a start waits for) of a role."""
         registered = sum(key[0] == role for key in self.members)
         return self._count(role), registered, self._admission.wanted(role, now - self.since)
+
+    @property
+    def joining(self) -> frozenset[Key]:
+        """The members that load a worker to join the running generation, or meet the others."""
+        return frozenset(filter(self._joins, self.generation.parts))
 
     @property
     def revision(self) -> int:

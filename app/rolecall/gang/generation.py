@@ -45,11 +45,13 @@ class Part:
 
     A member that joins later loads a worker (`loading`) until that can join (`ready`). Once its place is on disk, the
     worker meets the others' (`joining`) until it has (`met`); from then on it is `in`, and the others learn of it.
+    `since` is when it was told to load.
     """
 
     incarnation: str
     number: int = 0
     state: PartState = "in"
+    since: float = 0.0
 
 
 @dataclass
@@ -89,10 +91,10 @@ class Generation:
 
     # ---- those that join
 
-    def begin_loading(self, key: Key, incarnation: str) -> None:
+    def begin_loading(self, key: Key, incarnation: str, now: float) -> None:
         """The member `key` is to load a worker, which then joins. One that was lost keeps its rank."""
         self._joins += 1
-        self.parts[key] = Part(incarnation, self._joins, "loading")
+        self.parts[key] = Part(incarnation, self._joins, "loading", now)
 
     def pending(self, key: Key, member: MemberRecord | None) -> Part | None:
         """The part of `member`, in its present incarnation, if it joins and is not in yet."""
@@ -114,9 +116,9 @@ class Generation:
         new = (key for key in keys if key in self.parts and key not in self.keys)
         self._list((*self.keys, *new))
 
-    def admit(self) -> tuple[Key, ...]:
-        """Those whose workers have met the others' are in. Returns them."""
-        met = tuple(key for key, part in self.parts.items() if part.state == "met")
+    def admit(self, now: float) -> dict[Key, float]:
+        """Those whose workers have met the others' are in. Returns the seconds that each took to join."""
+        met = {key: now - part.since for key, part in self.parts.items() if part.state == "met"}
         for key in met:
             self.parts[key].state = "in"
             self.causes.pop(key, None)

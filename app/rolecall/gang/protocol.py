@@ -23,6 +23,7 @@ EventKind = Literal[
 
 ALIVE: tuple[WorkerState, ...] = ("loading", "ready", "starting", "running")  # its process exists
 ATTACHED: tuple[WorkerState, ...] = ("starting", "running")  # it is part of a generation, or becomes one
+DETACHED: tuple[WorkerState, ...] = ("loading", "ready")  # alive, and part of none
 ACTIVE: tuple[GangState, ...] = ("running", "draining", "stopping")
 OVER: tuple[GangState, ...] = ("finished", "failed")
 ERRORS: tuple[Outcome, ...] = ("failed", "crashed", "stuck")  # count as failures; a worker killed from outside does not
@@ -278,12 +279,14 @@ class Event:
     reason: str = ""
     number: int = 0  # of a generation that begins
     members: str = ""
-    seconds: float = 0.0  # of a recovery
+    stayed: int = 0  # members of a generation that begins whose workers lived before it
+    seconds: float = 0.0  # of a recovery, or of the slowest join
+    joins: tuple[float, ...] = ()  # of each member that joined: seconds from its directive to load until it is in
     summary: dict[str, Any] = field(default_factory=dict)
 
     def details(self) -> dict[str, Any]:
         """The fields that say something, for a log line."""
-        return {name: value for name, value in vars(self).items() if value and name not in ("kind", "summary")}
+        return {name: value for name, value in vars(self).items() if value and name not in ("kind", "summary", "joins")}
 
 
 class RejectedError(Exception):

@@ -54,6 +54,8 @@ def summary(
         "generations": history.generations,
         "restarts": dict(history.ends),
         "ranks_lost": dict(history.lost),
+        "ranks_joined": history.joined,
+        "workers_stayed": history.stayed,
         "world": dict(Counter(role for role, _ in members)),
         "curve": {
             "label": score,

@@ -243,6 +243,13 @@ class Coordinator:
         match event.kind:
             case "generation":
                 self.metrics.gang_generations.inc()
+                self.metrics.gang_stays.inc(event.stayed)
+                journal.add(journal.history.keep_workers(event.stayed, number))
+            case "joined":
+                self.metrics.gang_joins.inc(len(event.joins))
+                for seconds in event.joins:
+                    self.metrics.gang_join_seconds.observe(seconds)
+                journal.add(journal.history.add_ranks(len(event.joins), number, event.members))
             case "stopped":
                 self.metrics.gang_restarts.labels(event.cause).inc()
                 journal.add(journal.history.end_generation(event.cause, number, event.reason))

@@ -107,7 +107,8 @@ class Site:
             missing=tuple(gang.missing(now)) if gang.state == "gathering" else (),
             number=gang.generation.number,
             ranks=gang.generation.keys,
-            lost=dict(gang.generation.lost),
+            lost=dict(gang.generation.causes),
+            joining=gang.joining,
             members=members,
         )
         history = self.coordinator.files.journal.history

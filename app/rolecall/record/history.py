@@ -32,6 +32,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[FiniteFloat, Field(ge=0, le=2**53)]
 UnixSeconds = Annotated[FiniteFloat, Field(ge=0, le=MAX_UNIX_SECONDS)]
 Kind = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]
+What = Literal["ended", "lost", "joined", "stayed"]
 Row = dict[str, Any]
 
 
@@ -68,14 +69,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a generation at a Unix `time`: it `ended`, or `lost` an elastic rank, for a `cause`; `reason` is its
-    text."""
+    """An event of a generation at a Unix `time`: it `ended`, or `lost` an elastic rank, for a `cause`; `count` ranks
+    `joined` it; or it began with `count` workers that `stayed` alive. `reason` is its text: of a join, the ranks."""
 
-    what: Literal["ended", "lost"]
+    what: What
     generation: Count
     time: UnixSeconds
-    cause: str
+    cause: str = ""
     reason: str = ""
+    count: Count = 1
 
 
 class History:
@@ -93,6 +95,8 @@ class History:
         self.seconds = 0.0
         self.ends = Counter[str]()  # by cause: generations that another followed
         self.lost = Counter[str]()  # by cause: elastic ranks that a generation continued without
+        self.joined = 0  # ranks that joined a running generation
+        self.stayed = 0  # workers that stayed alive from one generation to the next
         self.events: list[Event] = []  # the newest
         self._end = ""  # cause of the last generation's end, until the next starts
         self._started = False  # a generation, in this process
@@ -147,11 +151,19 @@ class History:
         """Adds the loss of an elastic rank, without which the generation continues; returns the rows to be written."""
         return self._add({"kind": "lost", "cause": cause}) + self._happen("lost", generation, cause, reason)
 
-    def _happen(self, what: Literal["ended", "lost"], generation: int, cause: str, reason: str) -> list[Row]:
-        if not generation:
+    def add_ranks(self, count: int, generation: int, ranks: str) -> list[Row]:
+        """Adds that `count` ranks joined a running generation; `ranks` names them. Returns the rows to be written."""
+        return self._happen("joined", generation, "", ranks, count)
+
+    def keep_workers(self, count: int, generation: int) -> list[Row]:
+        """Adds that a generation began with `count` workers that stayed; returns the rows to be written."""
+        return self._happen("stayed", generation, "", "", count)
+
+    def _happen(self, what: What, generation: int, cause: str, reason: str, count: int = 1) -> list[Row]:
+        if not generation or not count:
             return []
         last = (reason.strip().splitlines() or [""])[-1][:MAX_REASON]  # of a traceback, the error itself
-        event = Event(what, generation, round(time.time(), 3), cause, last)
+        event = Event(what, generation, round(time.time(), 3), cause, last, count)
         return self._add({"kind": "event", **asdict(event)})
 
     def close(self) -> list[Row]:
@@ -178,7 +190,10 @@ class History:
             case "lost":
                 self.lost[str(row["cause"])] += 1
             case "event":
-                self.events = [*self.events, _EVENT.validate_python(row)][-MAX_EVENTS:]
+                event = _EVENT.validate_python(row)
+                self.events = [*self.events, event][-MAX_EVENTS:]
+                self.joined += event.count if event.what == "joined" else 0
+                self.stayed += event.count if event.what == "stayed" else 0
             case str(kind) if kind in self.curves:
                 point = _POINT.validate_python(row)
                 self.curves[kind].append(point)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rolecall.gang.protocol import OVER, Key, RoleSpec, WorkerStatus, name_of
+from rolecall.gang.protocol import ACTIVE, OVER, Key, RoleSpec, WorkerStatus, name_of
 from rolecall.observe.page.rates import LogEvent, Rates
 from rolecall.record.history import History, Point
 
@@ -49,7 +50,7 @@ class MemberView:
 @dataclass(frozen=True)
 class GangView:
     """The gang: its state for `seconds`, the reason, and the ranks that a start waits for; the newest generation's
-    number, its members in order of rank, and why it lost some of them."""
+    number, its members in order of rank, why it lost some of them, and who joins it."""
 
     state: str
     reason: str = ""
@@ -58,6 +59,7 @@ class GangView:
     number: int = 0
     ranks: tuple[Key, ...] = ()
     lost: Mapping[Key, str] = field(default_factory=dict)
+    joining: frozenset[Key] = frozenset()
     members: Mapping[Key, MemberView] = field(default_factory=dict)
 
 
@@ -130,6 +132,8 @@ def _common(
         "generation_count": history.generations,
         "ends": dict(history.ends),
         "ranks_lost": dict(history.lost),
+        "ranks_joined": history.joined,
+        "workers_stayed": history.stayed,
         "per_second": history.per_second(),
         "settings": dict(settings),
         "summary": None if summary is None else without_settings(summary),
@@ -152,15 +156,19 @@ def thin(points: Sequence[Point], last: Point | None = None) -> list[list[float]
 
 
 def generations(history: History) -> list[dict[str, Any]]:
-    """The generations, oldest first: their first step, beginning and end (Unix seconds), the cause, and lost ranks."""
+    """The generations, oldest first: their first step, beginning and end (Unix seconds), the cause, the ranks that were
+    lost or joined, and how many workers stayed when it began."""
     starts = {start.generation: start for start in history.starts}
     after = {start.generation: following for start, following in itertools.pairwise(history.starts)}
     ends = {event.generation: event for event in history.events if event.what == "ended"}
-    lost: dict[int, list[dict[str, Any]]] = {}
+    stayed = {event.generation: event.count for event in history.events if event.what == "stayed"}
+    lost, joined = defaultdict[int, list[dict[str, Any]]](list), defaultdict[int, list[dict[str, Any]]](list)
     for event in history.events:
+        row = {"time": event.time, "reason": event.reason}
         if event.what == "lost":
-            row = {"time": event.time, "cause": event.cause, "reason": event.reason}
-            lost.setdefault(event.generation, []).append(row)
+            lost[event.generation].append(row | {"cause": event.cause})
+        elif event.what == "joined":
+            joined[event.generation].append(row | {"count": event.count})
     rows = []
     for number in sorted({*starts, *ends}):  # a generation may end before it trains
         start, end, following = starts.get(number), ends.get(number), after.get(number)
@@ -172,7 +180,9 @@ def generations(history: History) -> list[dict[str, Any]]:
                 "ended": end.time if end else following.time if following else None,
                 "cause": end.cause if end else following.after if following else "",
                 "reason": end.reason if end else "",
-                "lost": lost.get(number, []),
+                "lost": lost[number],
+                "joined": joined[number],
+                "stayed": stayed.get(number, 0),
             }
         )
     return rows[-MAX_GENERATIONS:]
@@ -203,17 +213,22 @@ def _rank(key: Key, gang: GangView, rates: Rates, over: bool, needed: bool) -> d
 
 def _state(key: Key, gang: GangView, over: bool, needed: bool) -> tuple[str, str]:
     """A rank's health, and the words for its state."""
-    member = gang.members.get(key)
+    member, cause = gang.members.get(key), gang.lost.get(key, "")
     if member is None:
         if over:
             return "idle", "has left"
-        if key in gang.lost:
-            return "bad", f"lost: {gang.lost[key]}"
+        if cause:
+            return ("idle", "has left") if cause == "left" else ("bad", f"lost: {cause}")
         return ("bad", "missing") if needed else ("idle", "not started")
     worker = member.worker
+    if key in gang.joining:
+        doing = worker.phase or worker.state
+        return "idle", "joining" if doing in ("none", "ended") else f"joining ({doing})"
+    if worker.state == "ended" and worker.outcome in BAD:
+        return "bad", worker.outcome
+    if cause not in ("", "left") and gang.state in ACTIVE and not member.leaving:
+        return "bad", f"lost: {cause}"  # until it joins again, or the next generation begins
     if worker.state == "ended":
-        if worker.outcome in BAD:
-            return "bad", worker.outcome
         return ("good" if worker.outcome == "finished" else "idle"), worker.outcome or "ended"
     if member.leaving:
         return "idle", "leaving"

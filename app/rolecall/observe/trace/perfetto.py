@@ -41,7 +41,7 @@ class Moment:
 
 
 def moments(run: History) -> list[Moment]:
-    """The generations and losses of a run."""
+    """The generations, losses and joins of a run."""
     happened, details = list[Moment](), dict[str, Any]()
     ends = {event.generation: event.time for event in run.events if event.what == "ended"}
     for start in run.starts:
@@ -49,9 +49,16 @@ def moments(run: History) -> list[Moment]:
         details = {"after step": start.step} | ({"after": start.after} if start.after else {})
         happened.append(Moment(f"generation {start.generation}", start.time, length, details))
     for event in run.events:
-        name = f"generation {event.generation} ended" if event.what == "ended" else "lost"
-        details = {"generation": event.generation, "cause": event.cause}
-        happened.append(Moment(f"{name}: {event.cause}", event.time, details={**details, "reason": event.reason}))
+        details = {"generation": event.generation}
+        match event.what:
+            case "joined":
+                name, details = f"joined: {event.reason}", details | {"ranks": event.count}
+            case "stayed":
+                name, details = "workers stayed", details | {"workers": event.count}
+            case "ended" | "lost":
+                name = f"generation {event.generation} ended" if event.what == "ended" else "lost"
+                name, details = f"{name}: {event.cause}", details | {"cause": event.cause, "reason": event.reason}
+        happened.append(Moment(name, event.time, details=details))
     return happened
 
 
@@ -63,8 +70,8 @@ def history_beside(folder: Path) -> History:
 
 
 def write_file(calls: Calls, path: Path, run: History | None = None) -> int:
-    """Writes the spans of `calls`, and the generations and losses of the `run`, to the file `path`, as a whole or not
-    at all; returns the number of spans. Raises UsageError if that fails.
+    """Writes the spans of `calls`, and the generations, losses and joins of the `run`, to the file `path`, as a whole
+    or not at all; returns the number of spans. Raises UsageError if that fails.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with UsageError.wrap(f"{path}: cannot be written", OSError):
@@ -136,7 +143,7 @@ class _Writer:
         if self.moments:
             yield from _named(RUN, None, f"run of {self.trace.job}", 1)
             yield from _named(RUN, GENERATIONS, "generations", 1)
-            yield from _named(RUN, ENDS, "ends and losses", 2)
+            yield from _named(RUN, ENDS, "ends, losses and joins", 2)
             yield from map(self._moment, self.moments)
         named = set[str]()
         for recording in self.trace.recordings:

@@ -17,6 +17,7 @@ from rolecall.gang.protocol import (
     ALIVE,
     ATTACHED,
     DETACH,
+    DETACHED,
     FENCE,
     OVER,
     ActionKind,
@@ -187,7 +188,7 @@ class Member:
         return Action(self._kind(directive, worker), directive)
 
     def _kind(self, directive: Directive, worker: WorkerStatus) -> ActionKind:
-        attached, idle = worker.state in ATTACHED, worker.state in ("loading", "ready")
+        attached, idle = worker.state in ATTACHED, worker.state in DETACHED
         same = (worker.generation, worker.join) == (directive.generation, directive.join)
         moved = self._place not in (None, _place(directive))
         if moved and worker.state in ALIVE and directive.kind in ("run", "load"):

@@ -428,9 +428,9 @@ class Context(Generic[S]):
         return choose_device(self.settings.device, "DEVICE")
 
     def seed(self, *extra: int) -> int:
-        """A seed that depends on SEED, `extra`, this rank, and the generation that the worker was started for. That of a
-        worker which was started for none, and joins later, depends on its role and ordinal instead. Python's, numpy's
-        and torch's generators are seeded with `seed()` before the function is called."""
+        """A seed that depends on SEED, this rank, the generation that the worker was started for, and `extra`. If it was
+        started for none, and joins one later, the seed depends on its role and ordinal instead. Python's, numpy's and
+        torch's generators are seeded with `seed()` before the function is called."""
         # the number of `extra`: otherwise a 0 at their end would change nothing
         return mixed_seed(self.settings.seed, *self._seeds, *extra, *([len(extra)] if extra else []))
 

@@ -29,7 +29,7 @@ class Supervision:
         """A value that the job logs under a name of its own, for the run's sinks."""
 
     def report_loaded(self) -> None:
-        """This worker, which is no part of a generation yet, has made its role's object, or needs its peers for that."""
+        """This worker, which has no generation yet, has made its role's object, or needs its peers for that."""
 
     def report_connected(self, generation: int, join: int) -> None:
         """This worker has met its peers of `generation`, as its part number `join`."""

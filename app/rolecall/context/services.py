@@ -14,7 +14,6 @@ from rolecall.errors import PeerLostError
 from rolecall.wire.connecting import Address
 from rolecall.wire.late import stacks_of
 
-
 Search = concurrent.futures.Future[Address]
 
 

@@ -47,9 +47,9 @@ class Watchdog:
     """Tracks what one worker does and since when.
 
     A phase may take `phase_timeout` seconds. So may the first step, which may compile, and, with `limit_loading`, what
-    comes before training or serving, which counts as loading: of rank 0, and of a worker without a generation. A later step is stuck after `stuck_seconds` if it also takes
-    STUCK_FACTOR times as long as the longest of the last RECENT_STEPS. A step that waits for calls may take until their
-    deadlines.
+    comes before training or serving, which counts as loading. A later step is stuck after `stuck_seconds` if it also
+    takes STUCK_FACTOR times as long as the longest of the last RECENT_STEPS. A step that waits for calls may take until
+    their deadlines. `waiting` for a generation counts as nothing.
     """
 
     def __init__(

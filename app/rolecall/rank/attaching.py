@@ -41,7 +41,7 @@ class Attacher:
         threading.Thread(target=self._attach, args=(session,), name="attach", daemon=True).start()
 
     def detach(self) -> None:
-        """The worker leaves its generation, if it is a part of one: nothing of that is executed or answered any more."""
+        """The worker leaves its generation, if it has one: nothing of that is executed or answered any more."""
         if session := self._context.group.session:
             self._leave(session)
 

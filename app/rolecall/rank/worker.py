@@ -1,5 +1,5 @@
 """The worker: one process of a rank, forked from one that has imported torch. It connects to a generation, runs its
-role's function, reports the outcome to its supervisor, and exits; or, if its role stays, goes on in the next generation.
+role's function, reports the outcome to its supervisor, and exits. If its role stays, it goes on in the next one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from filelock import FileLock
 from rolecall import config, machine, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.config import Settings
-from rolecall.context.context import Context, mixed_seed
+from rolecall.context.context import Context
 from rolecall.context.eager import lighten
 from rolecall.context.memory import keep_freed_memory
 from rolecall.context.watchdog import Watchdog
@@ -111,7 +111,8 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     if task.directory:
         telemetry.use_directory(task.directory)
     if settings.trace and task.directory:
-        pipe.record_trace(RecordTrace(task.directory / file_name(attachment.generation if attachment else 0), None))
+        path = task.directory / file_name(attachment.generation if attachment else 0)
+        pipe.record_trace(RecordTrace(path, None), attachment)
     context = Context(
         settings=settings,
         attachment=attachment,

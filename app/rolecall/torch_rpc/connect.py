@@ -1,7 +1,7 @@
 """Connects a worker to its generation: by the wire and, if the job says so, by torch's RPC.
 
-A process connects once for each of its parts in a generation. Torch's RPC starts once a process: workers that use it are
-fresh processes, and end without a shutdown.
+A process connects once for each of its parts in a generation. Torch's RPC starts once a process: workers that use it
+are fresh processes, and end without a shutdown.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from rolecall.context import meeting
 from rolecall.context.context import Context
-from rolecall.errors import PeerLostError
 from rolecall.torch_rpc.distributed import Torch
 from rolecall.torch_rpc.store import local_address
 from rolecall.tunnel.client import TunnelClient
@@ -28,10 +27,9 @@ def connect(context: Context[Any], directory: Path, tunnel: Path | None = None, 
     session ends.
     """
     session = session or context.group.session
-    if session is None or session.ended:
-        raise PeerLostError(
-            "the generation to connect to has ended" if session else "there is no generation to connect to"
-        )
+    assert session is not None, "begin a generation first"
+    if session.ended:
+        raise session.error()
     settings, host, open_tunnel = context.settings, context.settings.bind_addr, None
     if host in ("", "0.0.0.0", "::"):
         host = local_address(settings.master_addr)

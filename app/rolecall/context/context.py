@@ -134,7 +134,7 @@ class Context(Generic[S]):
 
     @transport.setter
     def transport(self, transport: Any) -> None:
-        self.group.transport = transport
+        self.group.use(transport)
 
     # ---- calls
 
@@ -428,8 +428,8 @@ class Context(Generic[S]):
         return choose_device(self.settings.device, "DEVICE")
 
     def seed(self, *extra: int) -> int:
-        """A seed that depends on SEED, this rank, the generation that the worker was started for, and `extra`. If it was
-        started for none, and joins one later, the seed depends on its role and ordinal instead. Python's, numpy's and
+        """A seed that depends on SEED, this rank, the generation that the worker was started for, and `extra`. If that
+        is none, since it joins one later, the seed depends on its role and ordinal instead. Python's, numpy's and
         torch's generators are seeded with `seed()` before the function is called."""
         # the number of `extra`: otherwise a 0 at their end would change nothing
         return mixed_seed(self.settings.seed, *self._seeds, *extra, *([len(extra)] if extra else []))

@@ -95,6 +95,10 @@ class Group:
             self.transport, self._was_open = self._transport, True
             self._changed.notify_all()
 
+    def use(self, transport: Transport | None) -> None:
+        """Calls go by `transport`, without a meeting."""
+        self.transport = self._transport = transport
+
     def _ended(self) -> None:
         with self._changed:
             self.transport = self._transport = None

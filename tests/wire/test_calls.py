@@ -85,7 +85,7 @@ def test_a_peer_that_reads_nothing_is_lost(logged: list[EventDict]) -> None:
     silent = list[socket.socket]()
 
     class Silent:
-        def open(self, peer: str) -> Sockets:
+        def open(self, peer: str, join: int) -> Sockets:
             ours, theirs = socket.socketpair()
             silent.append(theirs)
             return Sockets(ours, ours)

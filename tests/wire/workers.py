@@ -52,7 +52,7 @@ class Worker:
         )
         self.acceptor, path, port = Acceptor(me, tls, self.wire.accept, session), "", 0
         if directory:
-            path = str(directory / f"{name}-{join}")
+            path = str(directory / (f"{name}-{join}" if join else name))
             self.acceptor.listen_unix(Path(path))
         elif opened and tunnel:
             port = tunnel.port

@@ -168,7 +168,8 @@ class Stayer(Member):
         *,
         make: Callable[[Context[Any]], Player] = Player,
     ) -> None:
-        super().__init__(world, f"player_{number}", None)
+        self.name = f"player_{number}"
+        super().__init__(world, self.name, None)
         self.player: Player
         self._prepare, self._make = prepare, make
         self.attacher = Attacher(self.context, self._connect, stays=True)
@@ -190,8 +191,10 @@ class Stayer(Member):
             self.supervisor.fail(error)
 
     def attach(self, generation: int, members: tuple[Peer, ...], lost: tuple[str, ...] = ()) -> None:
-        me = next(peer for peer in members if peer.name == self.context.dispatcher._me)
-        self.attacher.attach(Attachment(generation, me, members, lost))
+        self.attacher.attach(Attachment(generation, self.place(members), members, lost))
+
+    def place(self, members: tuple[Peer, ...]) -> Peer:
+        return next(peer for peer in members if peer.name == self.name)
 
 
 class World:
@@ -222,9 +225,7 @@ class World:
             stayer.attach(generation, members)
         rank0.met()
         for stayer in stayers:
-            stayer.until(
-                "connected", generation, next(p.join for p in members if p.name == stayer.context.dispatcher._me)
-            )
+            stayer.until("connected", generation, stayer.place(members).join)
         return rank0
 
     def rank0(self, generation: int, members: tuple[Peer, ...], lost: tuple[str, ...] = ()) -> Rank0:

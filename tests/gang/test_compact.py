@@ -24,7 +24,12 @@ from tests.gang.gangs import FIRST, RL, RULES, Play, trains
 KEYS = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 50)))
 NONE = WorkerStatus()
 ENDED = WorkerStatus(
-    2, "ended", "finished", step=9, summary={"score": math.inf, "steps": 9}, lost_peers=(LostPeer(Join("observer", 2, 3)),)
+    2,
+    "ended",
+    "finished",
+    step=9,
+    summary={"score": math.inf, "steps": 9},
+    lost_peers=(LostPeer(Join("observer", 2, 3)),),
 )
 
 

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import (
+    ALIVE,
+    ATTACHED,
     OVER,
     Directive,
     Effect,
@@ -48,17 +50,24 @@ class FakeMember:
         return self.play.gang.directive(self.key)
 
     def obeys(self) -> None:
-        """Carry out the directive, and report that."""
+        """Carry out the directive, and report that. A worker meets the others, or has loaded, at once; one that the
+        test lets load goes on with that."""
         directive, worker = self.directive, self.heartbeat.worker
-        acknowledged = directive.kind in OVER
-        if directive.kind == "run" and (directive.generation != worker.generation or worker.state == "none"):
-            self.sends(
-                epoch=directive.epoch, generation=directive.generation, state="running", outcome="", error="", step=0
-            )
-        elif directive.kind != "run" and worker.state == "running":
-            self.sends(epoch=directive.epoch, state="ended", outcome="stopped", acknowledged=acknowledged)
-        else:
-            self.sends(epoch=directive.epoch, acknowledged=acknowledged)
+        part = {"generation": directive.generation, "join": directive.join}
+        same = (worker.generation, worker.join) == (directive.generation, directive.join) and worker.state != "none"
+        idle = worker.state in ALIVE and worker.state not in ATTACHED
+        changes: dict[str, Any] = {}
+        match directive.kind:
+            case "run" if not same or (idle and not worker.outcome):
+                changes = {**part, "state": "running", "outcome": "", "error": "", "step": 0, "lost_peers": ()}
+            case "load" if not same or worker.state in ATTACHED:
+                state = worker.state if idle else "ready"
+                changes = {**part, "state": state, "outcome": "", "error": "", "step": 0}
+            case "detach" if worker.state in ATTACHED:
+                changes = {"state": "ready", "outcome": "stopped"}
+            case "stop" | "leave" | "finished" | "failed" if worker.state in ALIVE:
+                changes = {"state": "ended", "outcome": "stopped"}
+        self.sends(epoch=directive.epoch, acknowledged=directive.kind in OVER, **changes)
 
     def ends(self, outcome: str, **changes: Any) -> None:
         """Its worker ends."""

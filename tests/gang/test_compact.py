@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rolecall.gang.compact import MAX_RANGES_IN_TEXT, answer_to, name_of_directive, pack, text_of, unpack
 from rolecall.gang.gang import Gang
 from rolecall.gang.member import Member
-from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Key, RoleSpec, WorkerStatus
+from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Join, Key, LostPeer, RoleSpec, WorkerStatus
 from rolecall.rank import messages
 from rolecall.rank.coordinator import MAX_BODY_BYTES
 from tests.gang.gangs import FIRST, RL, RULES, Play, trains
@@ -24,7 +24,12 @@ from tests.gang.gangs import FIRST, RL, RULES, Play, trains
 KEYS = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 50)))
 NONE = WorkerStatus()
 ENDED = WorkerStatus(
-    2, "ended", "finished", step=9, summary={"score": math.inf, "steps": 9}, lost_peers=(("observer", 2),)
+    2,
+    "ended",
+    "finished",
+    step=9,
+    summary={"score": math.inf, "steps": 9},
+    lost_peers=(LostPeer(Join("observer", 2, 3)),),
 )
 
 
@@ -108,7 +113,7 @@ def test_answers_survive_json(answer: Answer) -> None:
 def joined(lead: str = FIRST) -> Member:
     """A member that runs in generation 1 of two."""
     member = Member(RULES, Heartbeat("observer", 0, "x", 0), 0.0)
-    directive = Directive("run", 0, 3, 1, role="observer")
+    directive = Directive("run", 0, 3, 1, role="observer", listed=2)
     assert member.answered(member.beat(NONE), 0.0, Answer(lead, directive, (("agent", "0"), ("observer", "0"))), 0.0)
     return member
 
@@ -116,7 +121,7 @@ def joined(lead: str = FIRST) -> Member:
 def test_member_sends_only_a_changed_heartbeat() -> None:
     member = joined()
     beat = member.beat(NONE)
-    assert (beat.heartbeat, beat.since, beat.known, beat.listed) == (None, 1, "first:3", "first:1")
+    assert (beat.heartbeat, beat.since, beat.known, beat.listed) == (None, 1, "first:3", "first:1:2")
     assert member.answered(beat, 1.0, Answer(), 1.0)
     running = WorkerStatus(1, "running")
     changed = member.beat(running)

@@ -4,10 +4,12 @@ A script is a list of blocks. A block has commands, a line `----`, and what they
 writes the output instead of checking it: read the difference before you commit it.
 
     gang agent=1 observer=2/1/4 lease=6   a new gang: roles (count/minimum/maximum if elastic) and rules
+    gang agent=1 observer=2/1/4,stays,required,restarts:3,backoff:10       a role with more than its numbers
     join observer 0 node=a as=twin        a rank registers; `observer` without an ordinal, or `?` without a role
     start                                 all ranks join and obey, and rank 0's worker makes step 1; prints nothing
     obey observer 0 | settle              one, or all until nothing changes, carry out their directives
     beat agent 0 step=7 phase=saving      a heartbeat with changes
+    beat agent 0 lost_peers=(observer:1)  of peers: `replaced_peers`, and `observer:1/3` if its join has the number 3
     end observer 0 killed error=...       its worker ends; `...` is the rest of the line
     gone observer 0 | crash observer 0    it sends nothing until its next `beat` | its process is reported to have ended
     wait 6s observer 0                    time passes, and all but the named ranks send heartbeats
@@ -31,12 +33,18 @@ from typing import Any, Literal, get_args
 import pytest
 
 from rolecall.gang.compact import text_of
-from rolecall.gang.protocol import Budget, Effect, RejectedError, RoleSpec, Rules, Verdict, name_of
+from rolecall.gang.protocol import Budget, Effect, Join, LostPeer, RejectedError, RoleSpec, Rules, Verdict, name_of
 from tests.gang.gangs import FakeMember, Play
 
 SCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
 DEFAULTS = {"max_restarts": 100, "longest_pause": 0.0}  # the restart budget has scripts of its own
 Disk = Literal["takes", "refuses", "hangs"]
+
+
+def peers_of(text: str, replace: bool) -> tuple[LostPeer, ...]:
+    """Lost peers, such as `(observer:1/3)`."""
+    found = re.findall(r"(\w+):(\d+)(?:/(\d+))?", text)
+    return tuple(LostPeer(Join(role, int(ordinal), int(number or 0)), replace) for role, ordinal, number in found)
 
 
 def value_of(text: str) -> Any:
@@ -51,13 +59,21 @@ def value_of(text: str) -> Any:
 
 
 def options(words: list[str]) -> dict[str, Any]:
-    return {name: value_of(value) for name, _, value in (word.partition("=") for word in words)}
+    values = dict[str, Any]()
+    for name, _, value in (word.partition("=") for word in words):
+        if name in ("lost_peers", "replaced_peers"):
+            values["lost_peers"] = values.get("lost_peers", ()) + peers_of(value, name == "replaced_peers")
+        else:
+            values[name] = value_of(value)
+    return values
 
 
 def role_of(name: str, text: str) -> RoleSpec:
-    count, *bounds = map(int, text.split("/"))
+    numbers, *more = text.split(",")
+    count, *bounds = map(int, numbers.split("/"))
     minimum, maximum = bounds or (count, count)
-    return RoleSpec(name, count, minimum, maximum, elastic=bool(bounds))
+    others = {name: int(value) if value else True for name, _, value in (each.partition(":") for each in more)}
+    return RoleSpec(name, count, minimum, maximum, elastic=bool(bounds), **others)
 
 
 class World:
@@ -204,15 +220,20 @@ class World:
 
 
 def written(effect: Effect) -> str:
-    if effect.kind == "begin":
-        return f"generation {effect.generation}: {text_of(effect.members)}"
+    if effect.kind in ("begin", "join"):
+        joins = " with those that join" if effect.kind == "join" else ""
+        return f"generation {effect.generation}{joins}: {text_of(effect.members)}"
     return f"FAILED: {effect.verdict.reason}" if effect.verdict else "DONE"
 
 
 def directive_of(member: FakeMember, name: str) -> str:
     directive = member.directive
     words: list[str] = [directive.kind]
-    words += [f"generation {directive.generation}"] if directive.kind == "run" else []
+    words += [f"generation {directive.generation}"] if directive.generation else []
+    words += [f"join {directive.join}"] if directive.join else []
+    words += [f"joined {', '.join(f'{name_of(each[:2])} ({each.number})' for each in directive.joined)}"] * bool(
+        directive.joined
+    )
     words += [f"lost {text_of(directive.lost)}"] if directive.lost else []
     words += [word for word, said in (("drain", directive.drain), ("busy", directive.busy)) if said]
     words += [f"code {directive.code}"] if directive.code else []

@@ -5,13 +5,13 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from tests.simulation.kills import kill_rank, kill_supervisor, kill_the_worker, kill_worker, leave
+from tests.simulation.kills import kill_elastic, kill_rank, kill_supervisor, kill_the_worker, kill_worker, leave
 from tests.simulation.pauses import freeze, freeze_supervisor, orphan_frozen
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
-PHASES = ("gathering", "running", "draining", "stopping", "finishing", "over", "writing")
+PHASES = ("gathering", "running", "draining", "stopping", "finishing", "over", "writing", "joining")
 
 
 def ambush(simulation: Simulation, random: Random) -> None:
@@ -21,7 +21,7 @@ def ambush(simulation: Simulation, random: Random) -> None:
     if phase in ("finishing", "over"):
         simulation.goal = min(simulation.goal, simulation.disk.newest[1] + random.randint(5, 20))
     elif phase != "writing":
-        provoke = leave if phase == "draining" else kill_worker
+        provoke = {"draining": leave, "joining": kill_elastic}.get(phase, kill_worker)
         simulation.clock.at(random.uniform(0, 5), None, provoke, simulation, Random(random.random()))
 
 

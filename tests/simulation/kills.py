@@ -20,6 +20,15 @@ def kill_the_worker(simulation: Simulation, random: Random, rank: Rank) -> None:
     _worker_dies(simulation, rank, "killed")
 
 
+def kill_elastic(simulation: Simulation, random: Random) -> None:
+    """The worker of one elastic rank, a few times: the next one joins the generation if the role stays."""
+    elastic = [rank for rank in simulation.ranks if rank.wanted and rank.role.elastic]
+    if elastic:
+        rank = random.choice(elastic)
+        for delay in (0, 3, 6):
+            simulation.clock.at(random.uniform(0, delay), None, kill_the_worker, simulation, random, rank)
+
+
 def raise_(simulation: Simulation, random: Random) -> None:
     _worker_dies(simulation, simulation.any_rank(random), "failed")
 

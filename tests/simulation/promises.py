@@ -22,13 +22,16 @@
 - The job fails only by `max_failures` workers that raised, for the first one's reason, by bad input, by a wait of
   `rejoin_timeout`, or where a role's workers, or their ranks, are killed for ever before they make a step; where they
   are, or all raise, it does fail, and a new coordinator finds it failed.
+- The gang says that an elastic rank is lost as often as its worker ended, or was given up, at the most.
 - No finished step is lost by a drain, and none by an order to drain that a worker is never told of.
 - Once nothing happens any more, the job trains, or is over and everybody knows, within `SETTLE` seconds; also
-  where an elastic rank that it can do without stays cut off.
+  where an elastic rank that it can do without stays cut off. In as long again, every member of an elastic role that
+  stays is in.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rolecall.gang.gang import Gang
@@ -54,6 +57,7 @@ class Promises:
         self.members: dict[int, tuple[Key, ...]] = {}  # by generation
         self.joins: dict[Key, int] = {}  # the newest part that each has in the newest generation
         self.attachments: set[tuple[int, Key, int]] = set()
+        self.losses = Counter[str]()  # of elastic ranks, in the gang's words: so many in truth, less those it told of
         self.loaded = 0  # newest generation whose worker 0 has read the checkpoints
         self.drained_step = 0
         self.raised: list[str] = []
@@ -103,6 +107,7 @@ class Promises:
     def joins_again(self, key: Key, number: int) -> None:
         """The gang lets `key` begin its part `number` in the newest generation."""
         self.joins[key] = number
+        self.simulation.ambushes.enter("joining")
         self.clock.at(0, None, self._watch_all)
 
     def attached(self, worker: Worker) -> None:
@@ -113,13 +118,18 @@ class Promises:
         if (generation, key, worker.join) in self.attachments:
             self.fail(f"two workers are {part}")
         self.attachments.add((generation, key, worker.join))
-        if worker.members[: len(self.members[generation])] != self.members[generation] or key not in worker.members:
-            self.fail(f"{part} has another generation's members")
+        self.knows(worker)
         disk = self.simulation.disk
         if disk.number == generation and key not in disk.members:
             self.fail(f"{part} joins, and the disk does not know")
         workers[generation, key] = worker
         self.watch_old(worker)
+
+    def knows(self, worker: Worker) -> None:
+        """A worker learned who is in its generation."""
+        first = self.members[worker.generation]
+        if worker.members[: len(first)] != first or not {worker.key, *worker.joined} <= set(worker.members):
+            self.fail(f"{name_of(worker.key)} of generation {worker.generation} has another generation's members")
 
     def _watch_all(self) -> None:
         for worker in self.simulation.all_workers:
@@ -195,12 +205,24 @@ class Promises:
         self.simulation.story.count_event(f"{kind} {event.cause}" if event.cause else kind)
         lead = self.simulation.lead
         assert lead is not None
+        if kind == "lost":
+            self._lost(event.reason)
         if kind in ("generation", "failed"):
             lead.gathering_since, waited = self.clock.now, self.clock.now - lead.gathering_since
         if kind == "stopped" and event.cause != "drained":
             self._stopped(lead.gang)
         elif kind == "failed":
             self._failed(event.reason, waited)
+
+    def loses(self, reason: str) -> None:
+        """A worker ended, or one was given up: the gang may say so, once."""
+        self.losses[reason] += 1
+
+    def _lost(self, reason: str) -> None:
+        if "ended: " in reason or "does not answer" in reason:
+            self.losses[reason] -= 1
+            if self.losses[reason] < 0:
+                self.fail(f"lost by what never happened: {reason}")
 
     def _stopped(self, gang: Gang) -> None:
         simulation = self.simulation
@@ -258,8 +280,16 @@ class Promises:
             if max(rank.hurt_until, supervisor.joined_at) < self.clock.now - 3:
                 self.fail(f"{rank.name} does not know how the job ended")
 
-    def not_settled(self) -> None:
+    def trains(self) -> None:
         """Everybody has been well for `SETTLE` seconds, and the schedule has not come to its end."""
-        gang = self.simulation.lead.gang if self.simulation.lead else None
-        state = f"{gang.state}, waiting for {gang.missing(self.clock.now)}" if gang else "no coordinator"
-        self.fail(f"not training {SETTLE:g} s after everybody was well: {state}")
+        if self.simulation.doomed or not self.simulation.trains:
+            gang = self.simulation.lead.gang if self.simulation.lead else None
+            state = f"{gang.state}, waiting for {gang.missing(self.clock.now)}" if gang else "no coordinator"
+            self.fail(f"not training {SETTLE:g} s after everybody was well: {state}")
+
+    def not_settled(self) -> None:
+        """So it is after as long again, in which the longest backoff has ended."""
+        self.trains()
+        assert self.simulation.lead is not None
+        outside = ", ".join(map(name_of, self.simulation.outside(self.simulation.lead.gang)))
+        self.fail(f"not in {2 * SETTLE:g} s after everybody was well: {outside}")

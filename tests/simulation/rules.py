@@ -45,7 +45,7 @@ JOBS = (
 
 def with_stays(roles: tuple[RoleSpec, ...]) -> tuple[RoleSpec, ...]:
     """The roles, of which those that may stay do: the elastic ones, and `ps`."""
-    return tuple(replace(role, stays=role.elastic or role.name == "ps") for role in roles)
+    return tuple(replace(role, stays=role.elastic or role.name == "ps", backoff=1.0) for role in roles)
 
 
 def enlarged(roles: tuple[RoleSpec, ...], ranks: int) -> tuple[RoleSpec, ...]:

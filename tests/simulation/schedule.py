@@ -22,6 +22,7 @@ from tests.simulation.faults import (
 from tests.simulation.kills import (
     flaky,
     kill_all,
+    kill_elastic,
     kill_first,
     kill_rank,
     kill_supervisor,
@@ -96,6 +97,16 @@ HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [slow_disk, kill_rank, add, leave],
     [slow_first, leave, add, kill_worker],
 )
+HARD_ON_JOINS: tuple[list[Fault], ...] = (  # of members that stay
+    [kill_elastic],
+    [kill_elastic, add, leave],
+    [kill_elastic, slow, cut],
+    [kill_elastic, slow, twin],
+    [kill_elastic, kill_first, ambush],
+    [kill_elastic, freeze_supervisor, kill_supervisor],
+    [kill_elastic, add, unwritable],
+    [kill_elastic, ambush, ambush],
+)
 
 
 class Schedule:
@@ -109,6 +120,9 @@ class Schedule:
         favourites = random.sample(KINDS, random.randint(1, 5))
         if random.random() < 0.3:
             favourites = random.choice(HARD_ON_EACH_OTHER)
+        joins = Random(f"{simulation.seed} joins")
+        if any(role.stays and role.elastic for role in simulation.roles) and joins.random() < 0.5:
+            favourites = joins.choice(HARD_ON_JOINS)
         moments = [random.uniform(1, length) for _ in range(random.randint(1, 8))]
         burst, within = random.choice((0, 0, 1, 3, 6)), random.choice((0.3, 1.0, 3.0))
         for moment in moments:
@@ -150,4 +164,5 @@ class Schedule:
         if simulation.doomed:
             # failures may be some generations apart, with pauses in between; the deaths that it takes are a lease apart
             settle = 2 * SETTLE if simulation.doom == "raises" else 3 * SETTLE
-        clock.at(settle, None, simulation.promises.not_settled)
+        clock.at(settle, None, simulation.promises.trains)
+        clock.at(2 * settle, None, simulation.promises.not_settled)

@@ -112,16 +112,31 @@ class Simulation:
         return Result(self.seed, state, generations, settled_after, story.events, story.faults)
 
     def _settled(self, calm_at: float) -> str | None:
-        """How it ended, if it did: the job trains, or is over and everybody knows."""
+        """How it ended, if it did: the job trains with everybody who may join, or is over and everybody knows."""
         if self.over:
             here = [rank.supervisor for rank in self.ranks if rank.supervisor and rank.is_up]
             return None if any(supervisor.member.acknowledged for supervisor in here) else self.over
         lead = self.lead
-        if lead is None or lead.owner.dead or lead.gang.state != "running":
+        if lead is None or self.doomed or not self.trains:
             return None
+        return "training" if self.clock.now > calm_at + 1 and not self.outside(lead.gang) else None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the newest generation makes steps."""
+        lead = self.lead
+        if lead is None or lead.owner.dead or lead.gang.state != "running":
+            return False
         worker = self.workers.get((lead.gang.generation.number, self.rank0))
-        trains = worker is not None and worker.state == "running" and worker.step > worker.base
-        return "training" if trains and not self.doomed and self.clock.now > calm_at + 1 else None
+        return worker is not None and worker.state == "running" and worker.step > worker.base
+
+    def outside(self, gang: Gang) -> list[Key]:
+        """The members that are to join the generation of `gang`, since their role stays, and are not in."""
+        generation, joining = gang.generation, {role.name for role in self.roles if role.stays and role.elastic}
+        members = gang.members.items()
+        return [
+            key for key, each in members if key[0] in joining and not each.leaving and not generation.has(key, each)
+        ]
 
     # -- the containers
 

@@ -150,6 +150,8 @@ class Supervisor(Process):
             worker.relabel(directive)
         else:
             worker.update(directive)
+            if directive.kind == "run":
+                self.simulation.promises.knows(worker)
             worker.drain = worker.drain or directive.drain
             worker.told = worker.told or directive.drain
 

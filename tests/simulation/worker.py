@@ -132,7 +132,6 @@ class Worker(Process):
     def _begin(self, directive: Directive) -> None:
         self.relabel(directive)
         self.state, self.here = "starting", False
-        self.members = directive.members
         self.parts: dict[Key, int] = {}  # the present members, and the numbers of their parts
         self.lost: set[LostPeer] = set()  # given up here
         self.update(directive)
@@ -141,6 +140,7 @@ class Worker(Process):
         numbers = {(each.role, each.ordinal): each.number for each in directive.joined}
         present = (key for key in directive.members if key not in directive.lost)
         self.parts = {key: numbers.get(key, 0) for key in present}
+        self.members, self.joined = directive.members, tuple(numbers)
 
     def attach(self, directive: Directive) -> None:
         self._begin(directive)
@@ -250,6 +250,7 @@ class Worker(Process):
         peer = LostPeer(Join(*key, self.parts[key]))
         self.lost.add(peer)
         self.lost_peers += (peer,)
+        self.simulation.promises.loses(f"{name_of(key)} does not answer {name_of(self.key)}")
         self.supervisor.send_soon()
 
     # -- it writes
@@ -330,6 +331,7 @@ class Worker(Process):
         self.state, self.outcome, self.error = "ended", outcome, error
         self.exists, self.dead = False, True
         simulation.story.log(f"worker of {name_of(self.key)} in generation {self.generation} ended: {outcome}")
+        simulation.promises.loses(f"the worker of {name_of(self.key)} ended: {outcome}")
         if outcome in ("failed", "refused"):
             simulation.promises.raised.append(f"{name_of(self.key)}: {error}")
         if outcome == "finished":

@@ -43,8 +43,8 @@ class Admission:
         role = self._roles[key[0]]
         early = now - self._since.pop(key, now) < self._rules.stable_after
         deaths = self._deaths[key] = self._deaths.get(key, 0) + 1 if early else 0
-        pause = self._rules.rejoin_interval if role.backoff is None else role.backoff
-        doublings = min(deaths - 1, 10)
+        pause = 2 * self._rules.rejoin_interval if role.backoff is None else role.backoff
+        doublings = min(deaths - 2, 10)
         self._until[key] = now + min(pause * 2**doublings, MAX_BACKOFF_SECONDS) if deaths > 1 else now
         if role.restarts is not None and deaths > role.restarts:
             self._until[key] = float("inf")

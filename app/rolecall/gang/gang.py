@@ -465,7 +465,8 @@ class Gang:
             return
         if not self._live(key):
             return
-        if self._elastic(key) and cause not in ("left", "lost", "replaced") and self._dies_too_often(key, reason, now):
+        died = self._elastic(key) and cause not in ("left", "lost", "replaced")
+        if died and self._dies_too_often(key, end or reason, now):
             return
         if not self._elastic(key) or not self.generation.connected:
             self._stop(cause, reason, now, end)
@@ -492,7 +493,9 @@ class Gang:
         role, deaths = self.roles[key[0]], self._admission.died(key, now)
         if not role.required or role.restarts is None or deaths <= role.restarts:
             return False
-        self._fail(Verdict(f"{name_of(key)} died {deaths} times soon after it had joined: {reason}", FAILED), now)
+        times = f" {deaths} times in a row," if deaths > 1 else ""
+        story = f"{name_of(key)} died{times} before it had been in for {self.rules.stable_after:g} s: {reason}"
+        self._fail(Verdict(story, FAILED), now)
         return True
 
     def _stop(self, cause: Cause, reason: str, now: float, end: str = "") -> None:
@@ -552,7 +555,8 @@ class Gang:
         # rank 0 leaves last: the others learn from it that they may
         if key in self._leavers and self.members[key].idle and (key != self.rank0 or self.state == "gathering"):
             return Directive("leave", ordinal, epoch, role=role, reason="left")
-        keeps = self._stays(key) and not self.members[key].ends
+        member = self.members.get(key)
+        keeps = self._stays(key) and not (member and member.ends)
         return Directive("detach" if keeps else "stop", ordinal, epoch, role=role, reason=self.reason)
 
     def _order_to_run(self, key: Key) -> Directive:

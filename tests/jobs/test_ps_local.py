@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rolecall import Context, Peer, PeerLostError, UsageError
 from rolecall.jobs.ps import PsSettings, lead, local, model
-from rolecall.jobs.ps.lead import OpenRounds, make_ledger
+from rolecall.jobs.ps.lead import OpenRounds, batches_ahead, make_ledger
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.local import LocalReplica
 from rolecall.jobs.ps.messages import Assignment, BatchReport, Indices, TrainerId
@@ -369,6 +369,29 @@ def test_a_drain_waits_for_the_rounds_that_are_open(ahead: int, updates: int) ->
     assert ledger.done == 6 * updates
     assert not rounds.closed(), "a drain that was refused is ordered again"
     assert len(context.told) == 4
+
+
+def test_a_drain_ends_the_rounds_of_a_trainer_that_joins_meanwhile() -> None:
+    context: Any = Drained()
+    newcomer = trainer_id(1, join=1)
+    ledger = Ledger(100, 8, 2, 0, [trainer_id(0)], sync=True)
+    ledger.take(Key(trainer_id(0), 0), 0, 0)
+    rounds = OpenRounds(context, ledger)
+    assert not rounds.closed()
+    ledger.join(newcomer)
+    assert not rounds.closed()
+    assert not rounds.closed()
+    assert context.told == [("trainer_0", 1), ("trainer_1", 1)], "each is told once"
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainers", "staleness", "ahead"),
+    [("async", 2, 3, 2), ("async", 3, 3, 1), ("local", 50, 1, 2), ("local", 2, 0, 1), ("sync", 2, 64, 1)],
+)
+def test_a_trainer_has_a_second_batch_if_its_staleness_allows_it(
+    mode: str, trainers: int, staleness: int, ahead: int
+) -> None:
+    assert batches_ahead(settings_of(update_mode=mode, max_staleness=staleness), trainers) == ahead
 
 
 def test_a_drain_gives_up_rounds_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

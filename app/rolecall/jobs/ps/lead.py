@@ -140,7 +140,7 @@ def make_ledger(s: PsSettings, samples: int, trainers: list[TrainerId]) -> Ledge
 
 def batches_ahead(s: PsSettings, trainers: int) -> int:
     """The batches that a trainer has at once. With `async` and `local` it computes one during an exchange, if
-    MAX_STALENESS allows the staleness that this usually causes: with `async`, twice the other trainers' number and 1.
+    MAX_STALENESS allows the staleness that this usually causes: with `async`, 1 and twice the number of the others.
     """
     usual_staleness = 1 if s.update_mode == "local" else 2 * trainers - 1
     return 2 if s.update_mode in ("async", "local") and s.max_staleness >= usual_staleness else 1

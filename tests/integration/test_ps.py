@@ -128,7 +128,7 @@ def test_trainers_join_stay_and_return(cluster: MakeCluster, mode: str) -> None:
     generation, pids = job.first.metric("generation"), workers(job)
     job.add("trainer", 2).start()
     until(lambda: job.members() == 3, "the third trainer")
-    until(lambda: job.member(2).metric("ps_computed_samples_total") > 0, "it to compute")
+    computes(job, 2)
     job.trains()
     assert job.first.metric("generation") == generation
     joined = workers(job)
@@ -139,7 +139,7 @@ def test_trainers_join_stay_and_return(cluster: MakeCluster, mode: str) -> None:
     until(lambda: job.first.metric("ps_trainers_dropped_total") == 1, "the trainer to be missed")
     until(lambda: job.members() == 3, "it to return")
     job.trains()
-    until(lambda: job.member(0).metric("ps_computed_samples_total") > 0, "it to compute again")
+    computes(job, 0)
     assert job.first.metric("generation") == generation
     returned = workers(job)
     assert {name for name in joined if returned[name] != joined[name]} == {"trainer-0"}
@@ -152,6 +152,15 @@ def test_trainers_join_stay_and_return(cluster: MakeCluster, mode: str) -> None:
     stayed = workers(job)
     assert {name for name in returned if stayed[name] != returned[name]} == {"ps-0"}
     assert all("[error" not in job.member(ordinal).text() for ordinal in (1, 2))
+
+
+def computes(job: Cluster, ordinal: int) -> None:
+    """Waits until the trainer computes a gradient."""
+    samples = job.member(ordinal).metric("ps_computed_samples_total")
+    until(
+        lambda: job.member(ordinal).metric("ps_computed_samples_total") != samples,
+        f"a gradient of trainer {ordinal}",
+    )
 
 
 def workers(job: Cluster) -> dict[str, int]:

@@ -12,7 +12,7 @@ import os
 import platform
 import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,11 +25,11 @@ from torch.distributed import rpc
 from bench import costs_job, launch, ranks, wires
 from bench.scale_model import COSTS, Costs
 from rolecall import config, remote
-from rolecall.jobs.ps import PsSettings, lead
+from rolecall.jobs.ps import PsSettings
+from rolecall.jobs.ps.events import Events, Inbox
 from rolecall.jobs.ps.ledger import Ledger
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, UpdateShard
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, TrainerId, UpdateShard
 from rolecall.jobs.ps.model import Part
-from rolecall.jobs.ps.server import Inbox
 from rolecall.jobs.ps.shard import Shard
 
 IN_FLIGHT = 8
@@ -59,8 +59,8 @@ def _messages(tell: ranks.Tell, directory: str) -> dict[str, float]:
     """In the process `caller`: by measure, the processor seconds at either end."""
     wires.connect(["caller", "server"], directory)
     rpc.rpc_sync("server", _serve)
-    key, bulk, sized = GradientKey("trainer_1000", 1000), torch.zeros(BULK_ELEMENTS), torch.zeros(SIZED_ELEMENTS)
-    keys = [GradientKey(f"trainer_{number}", 1000) for number in range(KEYS)]
+    key, bulk, sized = GradientKey(_trainer("1000"), 1000), torch.zeros(BULK_ELEMENTS), torch.zeros(SIZED_ELEMENTS)
+    keys = [GradientKey(_trainer(str(number)), 1000) for number in range(KEYS)]
     order = UpdateShard(1, dict.fromkeys(keys, 1 / KEYS), 1.0, tuple(keys))
     call_s, serve_s = _both(SMALL, Taker.take, key)
     tensor = [each - small for each, small in zip(_both(SIZED, Taker.take, sized), (call_s, serve_s), strict=True)]
@@ -115,9 +115,13 @@ class Taker:
 # ---- the lead and a server, without messages
 
 
+def _trainer(number: str) -> TrainerId:
+    return TrainerId(f"trainer_{number}", 1, 0)
+
+
 def _ledger_seconds(trainers: int) -> float:
     """Processor seconds of the lead's ledger for a gradient of `sync`."""
-    names = [f"trainer_{number}" for number in range(trainers)]
+    names = [_trainer(str(number)) for number in range(trainers)]
     rounds = max(3, 3000 // trainers)
     ledger = Ledger(32 * trainers * (rounds + 1), 32, 1, 0, names, sync=True)
     for name in names:
@@ -131,15 +135,14 @@ def _ledger_seconds(trainers: int) -> float:
 
 def _arrived_seconds() -> float:
     """Processor seconds of the lead to count a server that has a gradient, once the report is unpickled."""
-    names = [f"trainer_{number}" for number in range(KEYS)]
-    ledger, arrived, servers = Ledger(KEYS, 1, 1, 0, names, sync=True), Counter[GradientKey](), 100
-    inbox, keys = Inbox(), [GradientKey(name, 1) for name in names]
+    names, inbox, servers = [_trainer(str(number)) for number in range(KEYS)], Inbox(), 100
+    events, keys = Events(inbox, servers, names, lambda: names), [GradientKey(name, 1) for name in names]
     started, whole = time.process_time(), 0
     for _ in range(servers):
         for key in keys:
             inbox.put(key)
     while whole < KEYS:
-        whole += lead.next_event(inbox, ledger, arrived, servers) is not None
+        whole += events.next() is not None
     return (time.process_time() - started) / (servers * KEYS)
 
 
@@ -152,7 +155,7 @@ def _update_seconds() -> tuple[float, float]:
     def seconds(gradients: int, rounds: int = 12) -> float:
         used = 0.0
         for number in range(rounds):
-            keys = [GradientKey(f"trainer_{number}_{each}", 1) for each in range(gradients)]  # dropped ones stay lost
+            keys = [GradientKey(_trainer(f"{number}_{each}"), 1) for each in range(gradients)]  # dropped ones stay lost
             for key in keys:
                 shard.receive(key, 0, gradient, Future[PartAnswer](), BatchReport(0, 32))
             started = time.process_time()

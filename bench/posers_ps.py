@@ -17,7 +17,7 @@ from torch import Tensor
 from bench import wires
 from rolecall import config
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, PartAnswer
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, PartAnswer, TrainerId
 from rolecall.jobs.ps.server import Server
 
 SAMPLES = 60_000  # of the data that is handed out: as many as MNIST has
@@ -125,7 +125,7 @@ class _Poser:
         return all(len(posed.answered) > LEAST for posed in self.posed)
 
     def _send(self, posed: _Trainer, report: BatchReport, gradients: Sequence[Tensor | None]) -> None:
-        key, posed.waiting = GradientKey(posed.name, posed.number), len(self._parts)
+        key, posed.waiting = GradientKey(TrainerId(posed.name, 1, 0), posed.number), len(self._parts)
         posed.number += 1
         posed.calls = [
             wires.here().call(

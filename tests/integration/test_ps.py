@@ -76,7 +76,13 @@ def test_each_mode_learns_and_its_checkpoint_evaluates_to_what_was_logged(cluste
 @pytest.mark.parametrize(
     ("settings", "trainers", "epochs", "killed"),
     [
-        ({"UPDATE_MODE": "async", "MAX_STALENESS": "1"}, 3, 12, ("trainer-1", "ps-0", "trainer-0")),
+        # trainers stay while rank 0's worker is replaced, and join again after a loss
+        (
+            {"UPDATE_MODE": "async", "MAX_STALENESS": "1"},
+            3,
+            16,
+            ("trainer-1", "ps-0", "trainer-0", "ps-0"),
+        ),
         # in the midst of a round; with one trainer a difference counts its own samples
         (
             {"UPDATE_MODE": "local", "OUTER_LR": "1", "OUTER_MOMENTUM": "0", "INNER_STEPS": "6"},
@@ -110,6 +116,56 @@ def test_a_trainer_lost_is_noticed_before_its_lease_runs_out_and_does_not_stop_t
     job.member(1).start()
     until(lambda: job.members() == 2, "both trainers")
     job.trains()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "local"])
+def test_trainers_join_stay_and_return(cluster: MakeCluster, mode: str) -> None:
+    """A join restarts nobody; the next generation keeps the trainers' processes; a killed one joins again."""
+    job = cluster(JOB="ps", UPDATE_MODE=mode, INNER_STEPS="4", CHECKPOINT_INTERVAL="0.3", LEASE_SECONDS="30").start(2)
+    job.trains()
+
+    # joins
+    generation, pids = job.first.metric("generation"), workers(job)
+    job.add("trainer", 2).start()
+    until(lambda: job.members() == 3, "the third trainer")
+    computes(job, 2)
+    job.trains()
+    assert job.first.metric("generation") == generation
+    joined = workers(job)
+    assert {name: joined[name] for name in pids} == pids
+
+    # is killed, and returns
+    job.member(0).kill_worker()
+    until(lambda: job.first.metric("ps_trainers_dropped_total") == 1, "the trainer to be missed")
+    until(lambda: job.members() == 3, "it to return")
+    job.trains()
+    computes(job, 0)
+    assert job.first.metric("generation") == generation
+    returned = workers(job)
+    assert {name for name in joined if returned[name] != joined[name]} == {"trainer-0"}
+
+    # stays while rank 0's worker is replaced
+    job.first.kill_worker()
+    until(lambda: job.first.metric("generation") > generation, "the next generation")
+    until(lambda: job.members() == 3, "all trainers in it")
+    job.trains()
+    stayed = workers(job)
+    assert {name for name in returned if stayed[name] != returned[name]} == {"ps-0"}
+    assert all("[error" not in job.member(ordinal).text() for ordinal in (1, 2))
+
+
+def computes(job: Cluster, ordinal: int) -> None:
+    """Waits until the trainer computes a gradient."""
+    samples = job.member(ordinal).metric("ps_computed_samples_total")
+    until(
+        lambda: job.member(ordinal).metric("ps_computed_samples_total") != samples,
+        f"a gradient of trainer {ordinal}",
+    )
+
+
+def workers(job: Cluster) -> dict[str, int]:
+    """The worker's process of each rank."""
+    return {name: until(rank.worker, f"a worker of {name}").pid for name, rank in job.ranks.items()}
 
 
 def test_a_trainer_that_never_sends_its_gradient_is_given_up(cluster: MakeCluster) -> None:

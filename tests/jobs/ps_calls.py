@@ -12,8 +12,13 @@ from rolecall.checkpoint.shards import Shares
 from rolecall.declare.remote import find
 from rolecall.declare.task import Peer
 from rolecall.jobs.ps import exchanges, server
+from rolecall.jobs.ps.messages import TrainerId
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
+
+
+def trainer_id(ordinal: int, join: int = 0, generation: int = 1) -> TrainerId:
+    return TrainerId(f"trainer_{ordinal}", generation, join)
 
 
 class Calls:
@@ -47,6 +52,9 @@ class Inline:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         return answered(function(*args))
+
+    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+        """There is no thread."""
 
 
 def send_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

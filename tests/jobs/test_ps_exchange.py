@@ -23,7 +23,7 @@ from rolecall.jobs.ps.server import Server
 from rolecall.wire.messages import Deadline, Request
 from tests.context.contexts import value
 from tests.integration import learning
-from tests.jobs.ps_calls import Calls, send_at_once
+from tests.jobs.ps_calls import Calls, send_at_once, trainer_id
 from tests.jobs.test_ps_local import Servers as LocalServers
 from tests.jobs.test_ps_local import replicas
 from tests.jobs.test_ps_local import settings_of as local_settings
@@ -77,13 +77,13 @@ class Gang(Calls):
         if request.method == "exchange":
             [message] = request.args
             if message.gradient is not None:
-                self.sent.setdefault(message.key.trainer, []).append(message.gradient)
+                self.sent.setdefault(message.key.trainer.name, []).append(message.gradient)
                 request = request._replace(args=(message._replace(gradient=message.gradient.clone()),))
         return super().call(to, request, deadline)
 
     def update(self, names: list[str], weights: dict[str, float], rate: float = 1.0) -> None:
         """An update from the newest gradients of those in `weights`, answered to the trainers `names`, who take it."""
-        newest = {name: Key(name, self.replicas[name].number - 1) for name in names}
+        newest = {name: Key(trainer_id(int(name[-1])), self.replicas[name].number - 1) for name in names}
         self.version += bool(weights)
         order = UpdateShard(
             self.version, {newest[name]: weight for name, weight in weights.items()}, rate, tuple(newest.values())
@@ -168,7 +168,7 @@ def test_two_gradients_that_are_answered_at_once_bring_the_parameters(wire: dict
     for _ in range(2):
         gang.gradient("trainer_0", torch.randn(5, 20), torch.randint(3, (5,)))
     before, down = gang.flat, gang.bytes("down")
-    keys = Key("trainer_0", 1), Key("trainer_0", 2)
+    keys = Key(trainer_id(0), 1), Key(trainer_id(0), 2)
     for server in gang.servers.values():
         server.update(UpdateShard(1, {keys[1]: 1.0}, 1.0, keys), {key: Assignment(1, []) for key in keys})
     for _ in keys:
@@ -186,7 +186,7 @@ def test_two_gradients_that_are_answered_at_once_bring_the_parameters(wire: dict
 def test_in_local_the_differences_and_what_is_held_back_are_the_rounds(wire: dict[str, Any]) -> None:
     """With OUTER_LR=1 and no momentum the parameters move by the mean of what was sent."""
     rounds = local_settings(servers=2, outer_lr=1.0, outer_momentum=0.0, **wire)
-    servers = LocalServers(rounds, ["trainer_0", "trainer_1"])
+    servers = LocalServers(rounds, [trainer_id(0), trainer_id(1)])
     trainers = replicas(servers)
     given = torch.zeros(len(servers.start), dtype=torch.float64)
     for number in range(1, 6):

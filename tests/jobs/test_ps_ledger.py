@@ -16,6 +16,7 @@ from rolecall.jobs.ps.ledger import Ledger, Update
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.messages import Indices
 from rolecall.jobs.ps.samples import Samples
+from tests.jobs.ps_calls import trainer_id
 
 
 def make(trainers: int = 3, sync: bool = True, **changed: Any) -> Ledger:
@@ -83,11 +84,12 @@ class Run:
         self.depth = 1 if self.local else 2  # a trainer's gradients in flight at once
         self.times = np.zeros(sizes[0], int)  # that each sample was used
         self.names = 0  # trainers so far
+        self.joining = set[str]()  # trainers that no update waits for yet
 
     def begin(self, trainers: int) -> None:
         """A generation: new trainers, and what the last one's checkpoint tells."""
         state = self.ledger.state_dict() if self.names else None
-        self.peers = {f"t{n}": Peer() for n in range(self.names, self.names + trainers)}
+        self.peers, self.joining = {f"t{n}": Peer() for n in range(self.names, self.names + trainers)}, set()
         self.names += trainers
         self.ledger = Ledger(*self.shape, self.peers, **self.mode)
         if state:
@@ -96,12 +98,14 @@ class Run:
         for peer in self.peers.values():
             peer.send(0)
 
-    def finish(self, loss: float, restart: float) -> None:
+    def finish(self, loss: float, restart: float, join: float = 0.0) -> None:
         while not self.ledger.over:
             if not self.peers or self.random.random() < restart:
                 self.begin(self.random.randint(1, 5))
             elif self.random.random() < loss:
                 self.lose(self.random.choice(list(self.peers)))
+            elif self.random.random() < join:
+                self.join()
             else:
                 self.step()
             self.check()
@@ -139,6 +143,7 @@ class Run:
         number, version, samples = peer.travelling.popleft()
         staleness = self.ledger.version - version
         before, refused = self.ledger.version, self.ledger.refused
+        self.joining.discard(name)
         update = self.ledger.take(Key(name, number), version, samples)
         self.carry_out(update)
         if self.ledger.sync or not samples:
@@ -152,8 +157,23 @@ class Run:
             assert update.weights == {Key(name, number): 1.0}
             assert update.rate == pytest.approx(1 / max(1, staleness))
 
+    def join(self) -> None:
+        name, self.names = f"t{self.names}", self.names + 1
+        self.peers[name] = Peer()
+        self.peers[name].send(0)
+        self.joining.add(name)
+        self.ledger.join(name)
+        self.vary()
+
+    def vary(self) -> None:
+        """As the number of trainers does, in async."""
+        if not self.ledger.sync and self.ledger.max_staleness > 10:
+            self.ledger.ahead = self.random.randint(1, 2)
+
     def lose(self, name: str) -> None:
         del self.peers[name]
+        self.joining.discard(name)
+        self.vary()
         self.carry_out(self.ledger.lose(name))
 
     def carry_out(self, update: Update | None) -> None:
@@ -172,7 +192,7 @@ class Run:
         assert sum(update.weights.values()) == pytest.approx(float(bool(update.weights)))
         assert update.rate == 1 or (update.weights and not self.ledger.sync)
         if update.weights and self.ledger.sync and not self.local:
-            assert not self.busy(), "it closed too early"
+            assert not self.busy() - self.joining, "it closed too early"
         for (name, number), batches in update.batches.items():
             peer = self.peers[name]
             assert number in set(peer.sent) - peer.answers.keys()
@@ -192,7 +212,7 @@ class Run:
         assert ledger.late(), "nobody can be given up, nobody goes on"
 
     def busy(self) -> set[str]:
-        """Those who owe the lead a gradient, or have not reported ready."""
+        """Those that owe the lead a gradient, or have not reported ready."""
         promised = {name for name, peer in self.peers.items() if any(given for _, given in peer.answers.values())}
         return promised | {name for name, peer in self.peers.items() if peer.travelling or peer.batches}
 
@@ -205,16 +225,30 @@ SIZES = st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(1, 4))
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0), SIZES, st.sampled_from(MODES), st.integers(1, 6), st.sampled_from([0, 0.03, 0.2]), st.booleans())
-@example(0, (2, 1, 3), MODES[0], 6, 0.2, False)
-@example(1, (40, 3, 2), MODES[1], 6, 0, False)
-@example(2, (40, 3, 2), MODES[4], 6, 0.1, True)
+@given(
+    st.integers(0),
+    SIZES,
+    st.sampled_from(MODES),
+    st.integers(1, 6),
+    st.sampled_from([0, 0.03, 0.2]),
+    st.booleans(),
+    st.sampled_from([0, 0.05, 0.2]),
+)
+@example(0, (2, 1, 3), MODES[0], 6, 0.2, False, 0)
+@example(1, (40, 3, 2), MODES[1], 6, 0, False, 0.05)
+@example(2, (40, 3, 2), MODES[4], 6, 0.1, True, 0.2)
 def test_every_sample_is_used_once_an_epoch(
-    seed: int, sizes: tuple[int, int, int], mode: dict[str, Any], trainers: int, loss: float, restarts: bool
+    seed: int,
+    sizes: tuple[int, int, int],
+    mode: dict[str, Any],
+    trainers: int,
+    loss: float,
+    restarts: bool,
+    join: float,
 ) -> None:
     run = Run(seed, sizes, mode)
     run.begin(trainers)
-    run.finish(loss, 0.02 if restarts else 0)
+    run.finish(loss, 0.02 if restarts else 0, join)
 
 
 @settings(max_examples=100, deadline=None)
@@ -232,7 +266,7 @@ def test_local_uses_every_sample_once_an_epoch_with_rounds_that_end_early(
     grain, ahead = shape
     run = Run(seed, sizes, {"sync": True, "ahead": ahead, "grain": grain}, partial)
     run.begin(trainers)
-    run.finish(loss, 0.02)
+    run.finish(loss, 0.02, loss)
 
 
 # ---- sync and async
@@ -263,6 +297,46 @@ def test_sync_closes_when_the_last_it_waits_for_is_lost() -> None:
     )
     assert ledger.lose("t1") is None
     assert ledger.take(Key("t1", 1), 0, 4) is None, "a gradient of a lost trainer counts for nothing"
+
+
+def test_sync_goes_on_without_a_newcomer_until_that_is_ready() -> None:
+    ledger = make(2, samples=40)
+    start(ledger)
+    ledger.join("t2")
+    assert ledger.take(Key("t0", 1), 0, 4) is None
+    assert ledger.late() == ["t1", "t2"]
+    assert due(ledger.take(Key("t1", 1), 0, 4)).batches.keys() == {("t0", 1), ("t1", 1)}
+    assert ledger.take(Key("t2", 0), 1, 0) is None, "it is answered with the update that is open"
+    assert ledger.take(Key("t0", 2), 1, 4) is None
+    assert due(ledger.take(Key("t1", 2), 1, 4)).batches.keys() == {("t0", 2), ("t1", 2), ("t2", 0)}
+    for name in ("t0", "t1"):
+        assert ledger.take(Key(name, 3), 2, 4) is None
+    assert ledger.late() == ["t2"]
+    assert due(ledger.take(Key("t2", 1), 2, 4)).weights.keys() == {("t0", 3), ("t1", 3), ("t2", 1)}
+
+
+def test_async_answers_a_newcomer_at_once() -> None:
+    start(ledger := make(1, sync=False))
+    ledger.join("t1")
+    update = due(ledger.take(Key("t1", 0), 0, 0))
+    assert (update.weights, [len(batch) for batch in update.batches["t1", 0]]) == ({}, [4])
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_what_a_trainer_sent_before_it_returned_counts_for_nothing(sync: bool) -> None:
+    old, new = trainer_id(0), trainer_id(0, join=1)
+    ledger = Ledger(24, 4, 2, 0, [old], sync=sync)
+    [before] = due(ledger.take(Key(old, 0), 0, 0)).batches[Key(old, 0)]
+    assert ledger.lose(old) is None
+    ledger.join(new)
+    assert ledger.take(Key(old, 1), 0, 4) is None
+    [again] = due(ledger.take(Key(new, 0), 0, 0)).batches[Key(new, 0)]
+    assert again.tolist() == before.tolist(), "what it had is handed out again"
+    assert ledger.take(Key(old, 1), 0, 4) is None
+    assert not ledger.computes(old, 1)
+    assert (ledger.done, ledger.late()) == (0, [new])
+    assert due(ledger.take(Key(new, 1), 0, 4)).weights == {Key(new, 1): 1.0}
+    assert ledger.done == 4
 
 
 @pytest.mark.parametrize(("left", "shares"), [(24, [4] * 4), (15, [4, 4, 4, 3]), (10, [3, 3, 2, 2]), (3, [1, 1, 1])])

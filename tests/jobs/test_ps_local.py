@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from rolecall import Context, Peer, PeerLostError, UsageError
 from rolecall.declare.task import Attachment
 from rolecall.jobs.ps import PsSettings, lead, local, model
-from rolecall.jobs.ps.lead import OpenRounds, make_ledger
+from rolecall.jobs.ps.lead import OpenRounds, batches_ahead, make_ledger
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.local import LocalReplica
-from rolecall.jobs.ps.messages import Assignment, BatchReport, Indices
+from rolecall.jobs.ps.messages import Assignment, BatchReport, Indices, TrainerId
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.shard import Shard, require_same_model
 from rolecall.jobs.ps.trainer import Trainer
 from rolecall.wire.messages import Deadline, Request
 from tests.integration import learning
-from tests.jobs.ps_calls import send_at_once
+from tests.jobs.ps_calls import send_at_once, trainer_id
 
 HERE = "tests.integration.learning:"
 TINY = {"model": HERE + "small", "dataset": HERE + "blobs", "lr": 0.1, "batch_size": 8, "lr_schedule": "constant"}
@@ -46,7 +46,7 @@ class Servers:
     as that has it due; otherwise a test has it made by `carry_out`.
     """
 
-    def __init__(self, s: PsSettings, names: Iterable[str], ledger: Ledger | None = None) -> None:
+    def __init__(self, s: PsSettings, names: Iterable[TrainerId], ledger: Ledger | None = None) -> None:
         module = model.build(s)
         self.settings, self.ledger, self.names = s, ledger, list(names)
         self.start = learning.flatten(module)
@@ -66,9 +66,10 @@ class Servers:
 
     answers_signs = True
 
-    def context(self, name: str) -> Context[PsSettings]:
+    def context(self, who: TrainerId) -> Context[PsSettings]:
         members = tuple(Peer("ps", n, n) for n in range(self.settings.servers))
-        me = Peer("trainer", int(name[-1]), len(members) + int(name[-1]))
+        ordinal = int(who.name[-1])
+        me = Peer("trainer", ordinal, len(members) + ordinal, who.join)
         context = Context(self.settings, Attachment(1, me, (*members, me)), MagicMock())
         context.transport = self
         return context
@@ -156,7 +157,7 @@ class Reference:
 def test_rounds_are_those_of_plain_torch(chosen: dict[str, Any]) -> None:
     """Three trainers with rounds of unequal length; the new parameters arrive after 0, 1 or 2 steps of the next."""
     s = settings_of(**chosen)
-    names = ["trainer_0", "trainer_1", "trainer_2"]
+    names = [trainer_id(n) for n in range(3)]
     inputs, targets = learning.blobs()[0].tensors
     servers = Servers(s, names)
     several, references = replicas(servers), [Reference(s, servers.start) for _ in names]
@@ -197,7 +198,7 @@ def test_rounds_are_those_of_plain_torch(chosen: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("chosen", [{"wire_dtype": "int8"}, {"wire_dtype": "int4"}])
 def test_compressed_all_replicas_hold_the_same_and_come_to_what_the_servers_have(chosen: dict[str, Any]) -> None:
-    names = ["trainer_0", "trainer_1"]
+    names = [trainer_id(0), trainer_id(1)]
     servers = Servers(settings_of(outer_momentum=0, **chosen), names)
     several = replicas(servers)
     inputs, targets = learning.blobs()[0].tensors
@@ -249,10 +250,10 @@ def trained(monkeypatch: pytest.MonkeyPatch, look: float, drained_after: int = -
         "epochs": 3,
     }
     s = settings_of(**{**counting, **changed})
-    ledger = make_ledger(s, learning.SAMPLES, ["trainer_0"])
-    servers = Servers(s, ["trainer_0"], ledger)
+    ledger = make_ledger(s, learning.SAMPLES, [trainer_id(0)])
+    servers = Servers(s, [trainer_id(0)], ledger)
     servers.drained_after = drained_after
-    servers.trainer = Trainer(servers.context("trainer_0"))
+    servers.trainer = Trainer(servers.context(trainer_id(0)))
     servers.trainer.run()
     assert ledger.over
     return servers
@@ -274,20 +275,20 @@ def test_a_drain_ends_the_open_rounds_at_their_next_step(monkeypatch: pytest.Mon
     """What comes after, where the drain is refused, is as long as before."""
     servers = trained(monkeypatch, 0, inner_steps=5, drained_after=1, max_staleness=staleness)
     assert servers.flat.tolist() == [3.0] * learning.SAMPLES
-    sizes = [servers.reports[Key("trainer_0", number)].samples for number in range(1, 7)]
+    sizes = [servers.reports[Key(trainer_id(0), number)].samples for number in range(1, 7)]
     assert sizes == [20, 4, 4, 20, 16, 20]
 
 
 def test_a_long_round_tells_the_lead_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = trained(monkeypatch, 0.4, inner_steps=16)  # a few looks a step
     assert len(servers.heard) >= 15
-    assert set(servers.heard) == {Key("trainer_0", number) for number in (1, 2, 3)}
+    assert set(servers.heard) == {Key(trainer_id(0), number) for number in (1, 2, 3)}
 
 
 def test_there_is_one_sign_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Servers, "answers_signs", False)
     servers = trained(monkeypatch, 0.4, inner_steps=16)
-    assert servers.heard == [Key("trainer_0", 1)]
+    assert servers.heard == [Key(trainer_id(0), 1)]
 
 
 def test_a_sign_does_not_stand_for_a_difference_that_does_not_arrive() -> None:
@@ -303,19 +304,19 @@ def test_a_sign_does_not_stand_for_a_difference_that_does_not_arrive() -> None:
 
 
 def test_a_difference_that_is_not_finite_is_reported_as_a_loss_that_is_not() -> None:
-    servers = Servers(settings_of(), ["trainer_0"])
+    servers = Servers(settings_of(), [trainer_id(0)])
     [replica] = replicas(servers)
     next(replica.model.parameters()).data[0] = torch.inf
     replica.send(BatchReport(0, 1, loss=0.5))
-    assert math.isnan(servers.reports[Key("trainer_0", 1)].loss)
+    assert math.isnan(servers.reports[Key(trainer_id(0), 1)].loss)
 
 
 def test_a_trainer_that_was_given_up_fails() -> None:
-    servers = Servers(settings_of(), ["trainer_0"])
+    servers = Servers(settings_of(), [trainer_id(0)])
     [replica] = replicas(servers)
     replica.send(BatchReport(0, 1))
     for part in servers.shards[0].parts:
-        servers.shards[0].answer(part, [Key("trainer_0", 1)], {}, {})  # without parameters
+        servers.shards[0].answer(part, [Key(trainer_id(0), 1)], {}, {})  # without parameters
     with pytest.raises(PeerLostError, match="given up"):
         replica.take(wait=True)
 
@@ -354,29 +355,52 @@ class Drained:
 @pytest.mark.parametrize(("ahead", "updates"), [(1, 1), (2, 2)])
 def test_a_drain_waits_for_the_rounds_that_are_open(ahead: int, updates: int) -> None:
     context: Any = Drained()
-    ledger = Ledger(100, 8, 2, 0, ["t0", "t1"], sync=True, ahead=ahead)
+    ledger = Ledger(100, 8, 2, 0, [trainer_id(0), trainer_id(1)], sync=True, ahead=ahead)
     rounds = OpenRounds(context, ledger)
     assert rounds.closed(), "nobody has anything in hand: they load their data"
-    for name in ("t0", "t1"):
+    for name in (trainer_id(0), trainer_id(1)):
         ledger.take(Key(name, 0), 0, 0)
     assert context.told == []
     for number in range(1, updates + 1):
-        for name in ("t0", "t1"):
+        for name in (trainer_id(0), trainer_id(1)):
             assert not rounds.closed()
             ledger.take(Key(name, number), 0, 3)
     assert rounds.closed()
-    assert context.told == [("t0", ahead), ("t1", ahead)]
+    assert context.told == [("trainer_0", ahead), ("trainer_1", ahead)]
     assert ledger.done == 6 * updates
     assert not rounds.closed(), "a drain that was refused is ordered again"
     assert len(context.told) == 4
+
+
+def test_a_drain_ends_the_rounds_of_a_trainer_that_joins_meanwhile() -> None:
+    context: Any = Drained()
+    newcomer = trainer_id(1, join=1)
+    ledger = Ledger(100, 8, 2, 0, [trainer_id(0)], sync=True)
+    ledger.take(Key(trainer_id(0), 0), 0, 0)
+    rounds = OpenRounds(context, ledger)
+    assert not rounds.closed()
+    ledger.join(newcomer)
+    assert not rounds.closed()
+    assert not rounds.closed()
+    assert context.told == [("trainer_0", 1), ("trainer_1", 1)], "each is told once"
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainers", "staleness", "ahead"),
+    [("async", 2, 3, 2), ("async", 3, 3, 1), ("local", 50, 1, 2), ("local", 2, 0, 1), ("sync", 2, 64, 1)],
+)
+def test_a_trainer_has_a_second_batch_if_its_staleness_allows_it(
+    mode: str, trainers: int, staleness: int, ahead: int
+) -> None:
+    assert batches_ahead(settings_of(update_mode=mode, max_staleness=staleness), trainers) == ahead
 
 
 def test_a_drain_gives_up_rounds_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     context: Any = Drained()
     clock = Clock(1)
     monkeypatch.setattr(lead, "time", clock)
-    ledger = Ledger(100, 8, 2, 0, ["t0"], sync=True)
-    ledger.take(Key("t0", 0), 0, 0)
+    ledger = Ledger(100, 8, 2, 0, [trainer_id(0)], sync=True)
+    ledger.take(Key(trainer_id(0), 0), 0, 0)
     rounds = OpenRounds(context, ledger)
     looks = 1
     while not rounds.closed():

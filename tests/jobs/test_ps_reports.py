@@ -1,22 +1,18 @@
-"""The reports of a server of ps to the lead, and what the lead does with them."""
+"""The reports of a server of ps to the lead."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import Counter
 from functools import partial
 from unittest.mock import MagicMock
 
-import pytest
 from structlog.testing import capture_logs
 
 from rolecall import Context, Peer
 from rolecall.declare.task import Attachment
-from rolecall.jobs.ps import PsSettings, lead
-from rolecall.jobs.ps.ledger import Ledger
+from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.messages import GradientKey as Key
-from rolecall.jobs.ps.messages import Working
 from rolecall.jobs.ps.reports import Reports
 from rolecall.jobs.ps.server import Server
 from rolecall.wire.future import Future
@@ -112,26 +108,3 @@ def test_threads_report_each_gradient_once_and_in_their_order() -> None:
     for name in map(str, range(threads)):
         assert [key.number for key in sent if key.trainer == name] == list(range(each))
     assert len(sent) == threads * each
-
-
-def test_the_lead_takes_a_gradient_with_the_last_server_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    members = MEMBERS[:1] + MEMBERS[2:]
-    server, arrived = (
-        Server(Context(PsSettings(job="ps"), Attachment(1, MEMBERS[0], members), MagicMock())),
-        Counter[Key](),
-    )
-    inbox = server.inbox
-    ledger = Ledger(100, 4, 1, 1, ["trainer_0", "trainer_1"], sync=True)
-    one, two, three = Key("trainer_0", 1), Key("trainer_1", 1), Key("trainer_0", 2)
-    server.complete([one, two])
-    server.complete([two, one, three])
-    server.working("trainer_0", 3)
-    assert [lead.next_event(inbox, ledger, arrived, 2) for _ in range(3)] == [two, one, Working("trainer_0", 3)]
-    assert arrived == {three: 1}
-    ledger.lose("trainer_0")
-    server.complete([three, Key("trainer_1", 2)])
-    inbox.put("trainer_0")
-    assert lead.next_event(inbox, ledger, arrived, 2) == "trainer_0"
-    assert arrived == {three: 1, Key("trainer_1", 2): 1}, "of a lost trainer nothing counts any more"
-    monkeypatch.setattr(lead, "CHECK_SECONDS", 0.01)
-    assert lead.next_event(inbox, ledger, arrived, 2) is None

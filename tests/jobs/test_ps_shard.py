@@ -20,9 +20,10 @@ from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.shard import Shard
+from rolecall.jobs.ps.wire import pack
 from tests.context.contexts import Supervisor
 from tests.integration import learning
-from tests.jobs.ps_calls import Calls
+from tests.jobs.ps_calls import Calls, trainer_id
 
 TOTAL = 100
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -214,6 +215,28 @@ def test_a_lost_trainer_is_neither_applied_nor_answered() -> None:
     assert all(one.done() for one in stays.values())
     for part in shard.parts:  # was on its way
         assert not shard.receive(Key("t0", 3), part, torch.ones(TOTAL), Future())
+
+
+def test_a_lost_trainer_that_returns_is_another_one() -> None:
+    [shard] = make(settings_of(momentum=0, lr=1, wire_dtype="int8"), torch.zeros(TOTAL))
+    old, new = trainer_id(0), trainer_id(0, join=1)
+    send([shard], Key(old, 0), None)
+    answer([shard], [Key(old, 0)])
+    payload = pack(torch.ones(TOTAL // 2), "int8")[0]
+    for part in shard.parts:
+        shard.receive(Key(old, 1), part, payload, Future())
+    shard.drop(old)
+    first = send([shard], Key(new, 0), None)
+    answer([shard], [Key(new, 0)])
+    assert all(one.result().parameters.dtype == torch.float32 for one in first.values()), "whole: it holds none yet"
+    second: dict[int, Future[Any]] = {part: Future() for part in shard.parts}
+    for part, one in second.items():
+        assert not shard.receive(Key(old, 2), part, payload, Future()), "it was on its way"
+        shard.receive(Key(new, 1), part, payload, one)
+    apply([shard], {Key(new, 1): 1.0})
+    answer([shard], [Key(old, 1), Key(new, 1)])
+    torch.testing.assert_close(flat_of([shard]), -torch.ones(TOTAL))
+    assert all(one.done() for one in second.values())
 
 
 def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since() -> None:

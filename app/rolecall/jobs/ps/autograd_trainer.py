@@ -9,29 +9,27 @@ import torch.distributed.autograd as dist_autograd
 
 from rolecall import Context
 from rolecall.jobs.ps import PsSettings, data, model
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, TrainerId
 from rolecall.jobs.ps.server import Server
 
 
-def run(context: Context[PsSettings]) -> None:
+def run(context: Context[PsSettings], train: data.Split) -> None:
     """Computes one batch after another through the lead's model, until the epochs are done."""
-    settings, metrics, name = context.settings, context.metrics, context.me.name
-    with context.phase("loading"):
-        samples, _ = data.load(settings)
+    settings, metrics, me = context.settings, context.metrics, TrainerId.of(context.me, context.generation)
     lead = context.rank0
     deadline = 2 * settings.step_timeout + settings.phase_timeout + settings.rpc_timeout  # the lead saves, too
     calls, device = context.options(timeout=deadline), context.device if lead.name in context.mapped else "cpu"
-    key = GradientKey(name, 0)
+    key = GradientKey(me, 0)
     answer = calls.call(lead, Server.exchange, GradientPart(key, 0, None, BatchReport(0, 0))).result()
     server = context.reference(lead)
     while answer.assignment and answer.assignment.batches:
         for batch in answer.assignment.batches:
-            key = GradientKey(name, key.number + 1)
-            inputs, targets = samples.batch(torch.from_numpy(batch))
+            key = GradientKey(me, key.number + 1)
+            inputs, targets = train.batch(torch.from_numpy(batch))
             inputs, targets = inputs.to(device), targets.to(device)
             with dist_autograd.context() as context_id:
                 with metrics.ps_compute_seconds.time():
-                    output = server.rpc_sync(timeout=deadline).forward(name, context_id, inputs)
+                    output = server.rpc_sync(timeout=deadline).forward(me, context_id, inputs)
                     loss = model.loss(output, targets)
                     dist_autograd.backward(context_id, [loss])  # type: ignore[attr-defined]
                 correct = int((output.argmax(1) == targets).sum())

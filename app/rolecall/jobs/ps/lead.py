@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import queue
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -13,10 +11,11 @@ from typing import Any
 from rolecall import Context
 from rolecall.jobs.ps import PsSettings, data
 from rolecall.jobs.ps.evaluate import log_accuracy
+from rolecall.jobs.ps.events import Events, Joined, Lost, MembersChanged, trainers_in
 from rolecall.jobs.ps.ledger import Ledger, Update
-from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, UpdateShard, Working
-from rolecall.jobs.ps.patience import CHECK_SECONDS, Patience
-from rolecall.jobs.ps.server import Inbox, Server
+from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, TrainerId, UpdateShard, Working
+from rolecall.jobs.ps.patience import Patience
+from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.sharded import ShardedModel
 from rolecall.jobs.ps.trainer import Trainer
 
@@ -33,18 +32,16 @@ class ParameterServer(Server):
 
 def lead(server: Server) -> dict[str, Any]:
     """The lead's loop: takes events in their order, and makes the updates that are due with them."""
-    context, inbox = server.context, server.inbox
-    s, metrics = context.settings, context.metrics
-    context.on_lost(inbox.put)
-    trainers = [peer.name for peer in context.peers("trainer")]
+    context, s, metrics = server.context, server.context.settings, server.context.metrics
+    for on_change in (context.on_joined, context.on_lost):
+        on_change(lambda name: server.inbox.put(MembersChanged()))
+    trainers = trainers_in(context)
+    events = Events(server.inbox, s.servers, trainers, partial(trainers_in, context))
     model = ShardedModel(context, server)
     train, test = data.load(s)
     ledger = make_ledger(s, len(train), trainers)
     context.restore({"model": model, "ledger": ledger})
     server.publish(ledger.version)
-    for name in trainers:  # a sync update waits for a trainer whose gradient does not come
-        context.on_disconnect(name, context.give_up)
-    arrived = Counter[GradientKey]()  # the servers that have all parts of a gradient
     patience = Patience(context, ledger)
     evaluate = partial(log_accuracy, context, server.module, test)
     evaluator = ThreadPoolExecutor(1)  # beside the training
@@ -57,27 +54,33 @@ def lead(server: Server) -> dict[str, Any]:
         dataset=s.dataset,
         update_mode=s.update_mode,
         epoch=epoch,
-        trainers=len(trainers),
+        trainers=len(trainers),  # at the start
         parameters=server.total,
     ):
         # the next event, and the update that is due with it
         update: Update | None = None
-        match next_event(inbox, ledger, arrived, s.servers):
-            case GradientKey(name) as key:
-                patience.heard([name])
+        ledger.ahead = batches_ahead(s, len(ledger.trainers))
+        match events.next():
+            case GradientKey(trainer) as key:
+                patience.heard([trainer])
+                if key.number == 0:
+                    # from now on a sync update waits for its gradients
+                    context.on_disconnect(trainer.name, partial(_give_up, context, trainer))
                 report, refused = server.shard.report(key), ledger.refused
                 if report.samples:
                     metrics.ps_staleness_updates.observe(ledger.version - report.version)
                 update = ledger.take(key, report.version, report.samples)
                 metrics.ps_gradients_refused.inc(ledger.refused - refused)
-            case Working(name, number):
-                if ledger.computes(name, number):
-                    patience.heard([name])
-            case str(name) if ledger.has(name):
-                model.drop(name)
-                arrived = Counter({key: count for key, count in arrived.items() if key.trainer != name})
+            case Working(trainer, number):
+                if ledger.computes(trainer, number):
+                    patience.heard([trainer])
+            case Joined(trainer):
+                context.logger.info("trainer joined", trainer=trainer.name, trainers=len(ledger.trainers) + 1)
+                ledger.join(trainer)
+            case Lost(trainer):
+                model.drop(trainer)
                 metrics.ps_trainers_dropped.inc()
-                update = ledger.lose(name)
+                update = ledger.lose(trainer)
         patience.check()
         if evaluation.done():
             evaluation.result()  # raises its error
@@ -119,12 +122,9 @@ def lead(server: Server) -> dict[str, Any]:
     )
 
 
-def make_ledger(s: PsSettings, samples: int, trainers: list[str]) -> Ledger:
-    """The ledger of UPDATE_MODE. With `async` and `local` a trainer computes a batch during an exchange, if
-    MAX_STALENESS allows the staleness that this usually causes.
-    """
+def make_ledger(s: PsSettings, samples: int, trainers: list[TrainerId]) -> Ledger:
+    """The ledger of UPDATE_MODE."""
     local = s.update_mode == "local"
-    usual_staleness = 1 if local else 2 * len(trainers) - 1
     return Ledger(
         samples,
         s.batch_size * (s.inner_steps if local else 1),
@@ -132,32 +132,24 @@ def make_ledger(s: PsSettings, samples: int, trainers: list[str]) -> Ledger:
         s.seed,
         trainers,
         sync=s.update_mode in ("sync", "local"),
-        ahead=2 if s.update_mode in ("async", "local") and s.max_staleness >= usual_staleness else 1,
+        ahead=batches_ahead(s, len(trainers)),
         max_staleness=s.max_staleness,
         grain=s.batch_size if local else 1,
     )
 
 
-def next_event(
-    inbox: Inbox, ledger: Ledger, arrived: Counter[GradientKey], servers: int
-) -> GradientKey | Working | str | None:
-    """The next event: a gradient once all `servers` have it; None if there is none within CHECK_SECONDS. Gradients of
-    lost trainers are left out.
+def batches_ahead(s: PsSettings, trainers: int) -> int:
+    """The batches that a trainer has at once. With `async` and `local` it computes one during an exchange, if
+    MAX_STALENESS allows the staleness that this usually causes: with `async`, 1 and twice the number of the others.
     """
-    until = time.monotonic() + CHECK_SECONDS
-    while (left := until - time.monotonic()) > 0:
-        try:
-            event = inbox.get(timeout=left)
-        except queue.Empty:
-            break
-        if not isinstance(event, GradientKey):
-            return event
-        if ledger.has(event.trainer):
-            arrived[event] += 1
-            if arrived[event] == servers:
-                del arrived[event]
-                return event
-    return None
+    usual_staleness = 1 if s.update_mode == "local" else 2 * trainers - 1
+    return 2 if s.update_mode in ("async", "local") and s.max_staleness >= usual_staleness else 1
+
+
+def _give_up(context: Context[PsSettings], trainer: TrainerId, name: str) -> None:
+    """The connection to `trainer` has ended. Another one by its `name` may be there already."""
+    if trainer in trainers_in(context):
+        context.give_up(name)
 
 
 def scheduled(settings: PsSettings, progress: float) -> float:
@@ -182,6 +174,7 @@ class OpenRounds:
         self._context, self._ledger = context, ledger
         self._limit = DRAIN_SHARE * context.settings.drain_timeout
         self._ordered: tuple[int, float] | None = None  # at which version, and when
+        self._told = set[TrainerId]()
 
     def closed(self) -> bool:
         """Whether the rounds that were open are closed, or take too long. The first call orders their end."""
@@ -189,9 +182,11 @@ class OpenRounds:
         if ledger.over or ledger.idle:
             return True
         if self._ordered is None:
-            self._ordered = ledger.version, now
-            for name in ledger.trainers:
-                self._context.call(name, Trainer.end_rounds, ledger.ahead)
+            self._ordered, self._told = (ledger.version, now), set()
+        for trainer in ledger.trainers:  # at each call: one that joins meanwhile begins a round, too
+            if trainer not in self._told:
+                self._told.add(trainer)
+                self._context.call(trainer.name, Trainer.end_rounds, ledger.ahead)
         version, since = self._ordered
         if ledger.version >= version + ledger.ahead or now - since > self._limit:
             self._ordered = None  # a refused drain may be ordered again

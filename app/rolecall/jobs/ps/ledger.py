@@ -1,7 +1,7 @@
 """The ledger: which trainer computes which samples, and when an update closes. Pure logic.
 
 Every sample counts once an epoch: the ledger hands it out, and marks it as used together with the update that has its
-gradient. The batches of a lost trainer are handed out again.
+gradient. The batches of a lost trainer are handed out again. A trainer that joins gets batches once it is ready.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolecall.jobs.ps.messages import GradientKey, Indices
+from rolecall.jobs.ps.messages import GradientKey, Indices, TrainerId
 from rolecall.jobs.ps.samples import Samples
 
 
@@ -29,7 +29,8 @@ class Update:
 class _Trainer:
     """`batches` are assigned and not yet used, as tickets of `Samples`, by the number of the gradient that will be
     computed from each; gradients may overtake each other. `assigned` counts all batches so far. `waiting` are gradients
-    without an answer. `sent` says that the open update has a gradient of the trainer.
+    without an answer. `sent` says that the open update has a gradient of the trainer; `joined`, that no update waits
+    until it is `ready`.
     """
 
     batches: dict[int, Indices] = field(default_factory=dict)
@@ -37,13 +38,20 @@ class _Trainer:
     waiting: list[GradientKey] = field(default_factory=list)
     sent: bool = False
     ready: bool = False
+    joined: bool = False
+
+    @property
+    def owes(self) -> bool:
+        """Whether an update waits for its gradient."""
+        return bool(self.batches) and not self.sent
 
 
 class Ledger:
     """Hands out `samples` samples in batches of at most `batch`, in an order given by `seed` and the epoch.
 
     With `sync` an update waits for all trainers; otherwise each gradient is an update. A trainer has up to `ahead`
-    batches at once. With `sync` and `ahead` 2, the second batch may be of the next epoch. After `epochs` it is over.
+    batches at once; without `sync` that may change meanwhile. With `sync` and `ahead` 2, the second batch may be of the
+    next epoch. After `epochs` it is over.
 
     A gradient may be of fewer samples than its batch; the rest is handed out again. Batches are multiples of `grain`
     samples as far as possible: the steps of a trainer.
@@ -55,7 +63,7 @@ class Ledger:
         batch: int,
         epochs: int,
         seed: int,
-        trainers: Iterable[str],
+        trainers: Iterable[TrainerId],
         *,
         sync: bool,
         ahead: int = 1,
@@ -83,13 +91,9 @@ class Ledger:
         return self._samples.epoch
 
     @property
-    def trainers(self) -> list[str]:
+    def trainers(self) -> list[TrainerId]:
         """The trainers that are not lost."""
         return list(self._trainers)
-
-    def has(self, name: str) -> bool:
-        """Whether the trainer `name` is not lost."""
-        return name in self._trainers
 
     @property
     def done(self) -> int:
@@ -101,25 +105,21 @@ class Ledger:
         """Whether no trainer has a batch."""
         return not any(trainer.batches for trainer in self._trainers.values())
 
-    def late(self) -> list[str]:
-        """Trainers that an update waits for: without a report that they are ready, or with a batch and no gradient."""
-        return [
-            name
-            for name, trainer in self._trainers.items()
-            if not trainer.ready or (trainer.batches and not trainer.sent)
-        ]
+    def late(self) -> list[TrainerId]:
+        """Trainers without a report that they are ready, or with a batch and no gradient."""
+        return [key for key, trainer in self._trainers.items() if trainer.owes or not trainer.ready]
 
-    def computes(self, name: str, number: int) -> bool:
-        """Whether gradient `number` of the trainer `name` is the next to arrive: all before it are here."""
-        trainer = self._trainers.get(name)
+    def computes(self, key: TrainerId, number: int) -> bool:
+        """Whether gradient `number` of the trainer `key` is the next to arrive: all before it are here."""
+        trainer = self._trainers.get(key)
         if trainer is None:
             return False
-        missing = (each for each in trainer.batches if GradientKey(name, each) not in self._gradients)
+        missing = (each for each in trainer.batches if GradientKey(key, each) not in self._gradients)
         return min(missing, default=number) >= number
 
-    def is_ready(self, name: str) -> bool:
-        """Whether the trainer `name` has reported ready, or sent a gradient."""
-        return self._trainers[name].ready
+    def is_ready(self, key: TrainerId) -> bool:
+        """Whether the trainer `key` has reported ready, or sent a gradient."""
+        return self._trainers[key].ready
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: which training samples are used."""
@@ -131,6 +131,10 @@ class Ledger:
         self.version = state["version"]
 
     # ---- events
+
+    def join(self, key: TrainerId) -> None:
+        """A trainer has joined the others: updates go on without it until it reports that it is ready."""
+        self._trainers[key] = _Trainer(joined=True)
 
     def take(self, key: GradientKey, version: int, samples: int) -> Update | None:
         """A gradient of `samples` samples has arrived, computed with the parameters after update `version`; with no
@@ -156,12 +160,12 @@ class Ledger:
             trainer.sent = True
         return self._close(1 / max(1, staleness))
 
-    def lose(self, name: str) -> Update | None:
+    def lose(self, lost: TrainerId) -> Update | None:
         """A trainer is lost: the open update closes without it, and its batches are handed out again."""
-        trainer = self._trainers.pop(name, None)
+        trainer = self._trainers.pop(lost, None)
         if trainer is None:
             return None
-        self._gradients = {key: samples for key, samples in self._gradients.items() if key.trainer != name}
+        self._gradients = {key: samples for key, samples in self._gradients.items() if key.trainer != lost}
         for _, batch in sorted(trainer.batches.items(), reverse=True):
             self._samples.put_back(batch)
         return self._close(1.0)
@@ -172,7 +176,7 @@ class Ledger:
         """Closes the open update unless it waits for a trainer. Returns None if nothing changes and no trainer is
         answered.
         """
-        if self.sync and self.late():
+        if self.sync and any(one.owes or not (one.ready or one.joined) for one in self._trainers.values()):
             return None
         total = sum(self._gradients.values())
         weights = {key: samples / total for key, samples in self._gradients.items()}
@@ -214,8 +218,9 @@ class Ledger:
         if not self.sync:
             return min(self.batch, left)
         if self._samples.is_early:  # all trainers share the next epoch, whichever draws from it first
-            having = (any(map(self._samples.is_next, trainer.batches.values())) for trainer in self._trainers.values())
-            claims = max(1, len(self._trainers) - sum(having))
+            ready = [trainer for trainer in self._trainers.values() if trainer.ready]
+            having = (any(map(self._samples.is_next, trainer.batches.values())) for trainer in ready)
+            claims = max(1, len(ready) - sum(having))
         share = -(-left // claims)
         if claims > 1 and share >= self.grain:
             share = round(share / self.grain) * self.grain

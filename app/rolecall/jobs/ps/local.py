@@ -20,6 +20,7 @@ from torch.nn.utils import vector_to_parameters
 
 from rolecall import Context, PeerLostError
 from rolecall.jobs.ps import PsSettings, data, model
+from rolecall.jobs.ps.cores import share_cores
 from rolecall.jobs.ps.exchanges import Exchange, Exchanges
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices
 from rolecall.jobs.ps.server import Server
@@ -28,11 +29,11 @@ from rolecall.jobs.ps.wire import Receiver, Sender
 SIGN_SECONDS = 1.0  # between two messages to the lead that steps are made
 
 
-def run(context: Context[PsSettings], ending: queue.SimpleQueue[None]) -> None:
+def run(
+    context: Context[PsSettings], replica: LocalReplica, train: data.Split, ending: queue.SimpleQueue[None]
+) -> None:
     """Makes round after round until the epochs are done. An item of `ending` ends a round at its next step."""
-    s, metrics, replica = context.settings, context.metrics, LocalReplica(context)
-    with context.phase("loading"):
-        train, _ = data.load(s)
+    s, metrics = context.settings, context.metrics
     assigned = deque[Indices]()
     signed_at, steps = time.monotonic(), 0
     sign: Future[None] | None = None  # the newest message to the lead
@@ -41,6 +42,7 @@ def run(context: Context[PsSettings], ending: queue.SimpleQueue[None]) -> None:
         assigned += replica.take(wait=not assigned)
         if not assigned:
             return  # the epochs are done
+        share_cores(context)
         samples, version, begun = assigned.popleft(), replica.version, time.monotonic()
         done, loss, correct = 0, 0.0, 0
         for batch in np.array_split(samples, -(-len(samples) // s.batch_size)):  # of equal size, give or take one
@@ -94,6 +96,10 @@ class LocalReplica:
         self._deadline = (s.inner_steps + 2) * s.step_timeout + s.phase_timeout + s.rpc_timeout
         self._exchanges = Exchanges(context, self._deadline)
 
+    def close(self) -> None:
+        """Ends its thread."""
+        self._exchanges.close()
+
     def step(self, inputs: Tensor, targets: Tensor) -> tuple[float, int]:
         """An inner step with a batch: inputs [n, ...] and class numbers [n]. Returns the mean loss before it, and how
         many were classified correctly.
@@ -110,7 +116,7 @@ class LocalReplica:
     def sign(self) -> Future[None]:
         """Tells the lead that this round goes on."""
         calls = self.context.options(timeout=self._deadline)
-        return calls.call(self.context.rank0, Server.working, self.context.me.name, self.number)
+        return calls.call(self.context.rank0, Server.working, self._exchanges.me, self.number)
 
     def ask(self) -> None:
         """Asks for the first parameters and batches."""
@@ -162,7 +168,7 @@ class LocalReplica:
 
     def _send(self, payloads: list[Tensor | None], report: BatchReport) -> None:
         assert not self._exchange, "an exchange is in flight"
-        key = GradientKey(self.context.me.name, self.number)
+        key = GradientKey(self._exchanges.me, self.number)
         self._sent_at = time.monotonic()
         for index, (part, payload) in enumerate(zip(self.parts, payloads, strict=True)):
             message = GradientPart(key, index, payload, report if index == 0 else None)  # the lead has part 0

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from rolecall import Peer
+
 Indices = npt.NDArray[np.int64]  # of samples [n]
 
 
+class TrainerId(NamedTuple):
+    """A trainer's part in a generation. The same trainer has another one in the next generation, and if it joins again
+    after a loss, so nothing that it sent before counts then.
+    """
+
+    name: str
+    generation: int
+    join: int
+
+    @classmethod
+    def of(cls, peer: Peer, generation: int) -> Self:
+        """The part of `peer` in `generation`."""
+        return cls(peer.name, generation, peer.join)
+
+
 class GradientKey(NamedTuple):
-    """A gradient: its trainer's name, and its number among the trainer's gradients of this generation, from 0.
+    """A gradient: its trainer, and its number among the gradients of that part of the trainer, from 0.
 
     Number 0 has no elements: with it a trainer asks for its first parameters.
     """
 
-    trainer: str
+    trainer: TrainerId
     number: int
 
 
@@ -57,7 +74,7 @@ class UpdateShard:
     weights: dict[GradientKey, float]
     rate: float
     answered: tuple[GradientKey, ...]
-    lost: tuple[str, ...] = ()
+    lost: tuple[TrainerId, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,7 @@ class Assignment:
 class Working(NamedTuple):
     """A trainer makes steps of the round that ends with its gradient `number`."""
 
-    trainer: str
+    trainer: TrainerId
     number: int
 
 

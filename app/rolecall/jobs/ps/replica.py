@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from rolecall import Context
 from rolecall.jobs.ps import PsSettings, model
@@ -46,15 +47,22 @@ class Replica:
         self._receivers = [Receiver(part.stop - part.start, s.wire_dtype) for part in self.parts]
         # by part, the parameters whose gradient the backward pass has yet to compute
         self._missing: list[set[nn.Parameter]] = []
+        self._hooks: list[RemovableHandle] = []
         for parameter in model.trainable(self.model):
             parameter.data = parameter.data.contiguous()  # as the elements of a part are
-            parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_ready))
         self._incoming: Gradient = {}  # parts whose parameters are still in flight
         self._called: set[nn.Module] = set()
         self._needs = _needs(self.model, self._pieces)
         for module in self._needs:
-            module.register_forward_pre_hook(self._before)
+            self._hooks.append(module.register_forward_pre_hook(self._before))
         self._eager = set(range(len(self.parts)))  # parts to await before a pass; all, until one pass was observed
+
+    def close(self) -> None:
+        """Ends its thread, and frees its memory: hooks would keep it."""
+        self._exchange.close()
+        for hook in self._hooks:
+            hook.remove()
 
     def ask(self) -> None:
         """Asks for the first parameters."""
@@ -126,7 +134,7 @@ class Replica:
     def _send(self, index: int, gradient: Tensor | None) -> None:
         """Sends part `index` [elements] of the gradient to its server."""
         report = self._report if index == 0 else None  # the lead has part 0
-        message = GradientPart(GradientKey(self.context.me.name, self.number), index, gradient, report)
+        message = GradientPart(GradientKey(self._exchange.me, self.number), index, gradient, report)
         sent = self._exchanges[-1]
         sent[index] = self._exchange.send(self.parts[index].server, message)
         if len(sent) == len(self.parts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -11,12 +10,14 @@ from torch import Tensor
 
 from rolecall import Context, Share, remote
 from rolecall.jobs.ps import PsSettings, model
+from rolecall.jobs.ps.events import Inbox
 from rolecall.jobs.ps.messages import (
     Assignment,
     BatchReport,
     GradientKey,
     GradientPart,
     PartAnswer,
+    TrainerId,
     UpdateShard,
     Working,
 )
@@ -25,8 +26,6 @@ from rolecall.jobs.ps.server_model import ServerModel
 from rolecall.jobs.ps.shard import Shard, answer_call
 
 MAX_EXCHANGES = 2  # gradients of one trainer in flight
-# gradients that a server has all parts of; trainers that make steps; names of lost peers
-Inbox = queue.SimpleQueue[GradientKey | Working | str]
 
 
 class Server:
@@ -35,7 +34,7 @@ class Server:
     """
 
     def __init__(self, context: Context[PsSettings]) -> None:
-        settings, trainers = context.settings, max(1, len(context.peers("trainer")))
+        settings = context.settings
         self.context, self.inbox = context, Inbox()
         self._complete: Callable[[GradientKey], None] = self.inbox.put
         if context.rank != 0:
@@ -44,6 +43,7 @@ class Server:
             ).add
         self.server_model: ServerModel | None = None
         if settings.update_mode == "autograd":
+            trainers = max(1, len(context.peers("trainer")))  # nobody joins a generation with torch's RPC
             self.server_model = ServerModel(settings, max(1, context.threads // trainers), context.device)
         self.module = model.build(settings)
         self.total = model.count(self.module)
@@ -53,8 +53,9 @@ class Server:
         self.shard.begin_with(model.trainable(self.module))
         model.release(self.module)  # the lead evaluates with it
         self.shard.before = Share(context, "model", self.shard.rows, self.shard.prepare).before
-        # the thread that answers a call also sends the answer: one for each trainer, if another one does not read
-        self._answering = ThreadPoolExecutor(trainers + MAX_EXCHANGES * len(mine))
+        # the thread that answers a call also sends the answer: one for each trainer that may join, if another one does
+        # not read; a thread starts when all others are busy
+        self._answering = ThreadPoolExecutor(settings.max_trainers + MAX_EXCHANGES * len(mine))
 
     # ---- called by trainers
 
@@ -70,11 +71,11 @@ class Server:
         return answer
 
     @remote
-    def working(self, trainer: str, number: int) -> None:
+    def working(self, trainer: TrainerId, number: int) -> None:
         """Tells the lead that `trainer` makes steps of its gradient `number` (UPDATE_MODE=local)."""
         self.inbox.put(Working(trainer, number))
 
-    def forward(self, trainer: str, context_id: int, inputs: Tensor) -> Tensor:
+    def forward(self, trainer: TrainerId, context_id: int, inputs: Tensor) -> Tensor:
         """Runs forward through the lead's model: inputs [n, ...] to outputs [n, classes]. Called over torch's RPC, for
         distributed autograd.
         """
@@ -134,7 +135,7 @@ class Server:
         if self.server_model:
             self.server_model.publish(version, self.shard.flat)
 
-    def drop(self, trainer: str) -> None:
+    def drop(self, trainer: TrainerId) -> None:
         """Drops what a lost trainer sent, and what still arrives from it."""
         self.shard.drop(trainer)
         if self.server_model:

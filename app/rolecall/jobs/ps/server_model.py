@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
 from rolecall.jobs.ps import PsSettings, model
+from rolecall.jobs.ps.messages import TrainerId
 
 
 class _Pass(NamedTuple):
     """A forward pass: its trainer, and the version of its parameters."""
 
-    trainer: str
+    trainer: TrainerId
     version: int
 
 
@@ -33,7 +34,7 @@ class ServerModel:
     def __init__(self, settings: PsSettings, threads: int, device: torch.device) -> None:
         self._settings, self._threads, self._device = settings, threads, device
         self._lock = threading.Lock()
-        self._replicas: dict[str, nn.Module] = {}  # by trainer
+        self._replicas: dict[TrainerId, nn.Module] = {}
         self._passes: dict[int, _Pass] = {}  # by context_id
         self._version, self._flat = 0, torch.empty(0)
 
@@ -42,7 +43,7 @@ class ServerModel:
         with self._lock:
             self._version, self._flat = version, flat
 
-    def forward(self, trainer: str, context_id: int, inputs: Tensor) -> Tensor:
+    def forward(self, trainer: TrainerId, context_id: int, inputs: Tensor) -> Tensor:
         """The model's output [n, classes], on the device of `inputs` [n, ...], for a pass of `trainer` in the autograd
         context `context_id`.
         """
@@ -67,7 +68,7 @@ class ServerModel:
         parts = [gradients.get(one, torch.zeros_like(one)).reshape(-1).cpu() for one in model.trainable(replica)]
         return torch.cat(parts), ended.version, model.buffers(replica)
 
-    def drop(self, trainer: str) -> None:
+    def drop(self, trainer: TrainerId) -> None:
         """Drops the replica and the passes of a lost trainer."""
         with self._lock:
             self._replicas.pop(trainer, None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rolecall import Rows, UsageError
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, PartAnswer
+from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, PartAnswer, TrainerId
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.wire import Views, decode
 
@@ -64,7 +64,7 @@ class Shard:
         self._optimizers = {index: _optimizer(one, settings) for index, one in self._parameters.items()}
         self._views = {index: Views(settings.wire_dtype) for index in self.parts}
         self._received: dict[GradientKey, _Received] = {}
-        self._lost = set[str]()  # trainers
+        self._lost = set[TrainerId]()
         self._lock = threading.Lock()  # of `_received` and `_lost`
 
     def begin_with(self, parameters: Iterable[Tensor]) -> None:
@@ -141,7 +141,7 @@ class Shard:
         assert report is not None
         return report
 
-    def drop(self, trainer: str) -> None:
+    def drop(self, trainer: TrainerId) -> None:
         """Drops what a lost trainer sent, what still arrives from it, and its views."""
         with self._lock:
             self._lost.add(trainer)

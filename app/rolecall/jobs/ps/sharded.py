@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rolecall import Context, Sharded
 from rolecall.jobs.ps import PsSettings
-from rolecall.jobs.ps.messages import Assignment, GradientKey, UpdateShard
+from rolecall.jobs.ps.messages import Assignment, GradientKey, TrainerId, UpdateShard
 from rolecall.jobs.ps.server import Server
 
 
@@ -27,7 +27,7 @@ class ShardedModel(Sharded):
         self.server = server
         self.others = [peer for peer in context.peers("ps") if peer != context.me]
         self.buffers: tuple[Tensor, ...] = ()
-        self._lost: list[str] = []  # trainers that the other servers have yet to drop
+        self._lost: list[TrainerId] = []  # trainers that the other servers have yet to drop
 
     def update(self, order: UpdateShard, assignments: Mapping[GradientKey, Assignment]) -> None:
         """Has every server apply an update and answer; returns once all have."""
@@ -37,7 +37,7 @@ class ShardedModel(Sharded):
         self.server.update(order, assignments)
         self.context.wait_all(answers)
 
-    def drop(self, trainer: str) -> None:
+    def drop(self, trainer: TrainerId) -> None:
         """Drops what a lost trainer sent; the other servers do so with the next update."""
         self.server.drop(trainer)
         self._lost.append(trainer)

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
-import ipaddress
 import queue
 from collections import deque
+from contextlib import closing
 
 import torch
 
 from rolecall import Context, remote
 from rolecall.jobs.ps import PsSettings, autograd_trainer, data, local, model
+from rolecall.jobs.ps.cores import share_cores
+from rolecall.jobs.ps.local import LocalReplica
 from rolecall.jobs.ps.messages import Indices
 from rolecall.jobs.ps.replica import Replica
 
 
 class Trainer:
-    """A member of the role `trainer`."""
+    """A member of the role `trainer`. It keeps its samples; each generation has a replica of its own."""
 
     def __init__(self, context: Context[PsSettings]) -> None:
         self.context = context
+        with context.phase("loading"):
+            self.train, _ = data.load(context.settings)
         self.ending: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item for each round to end early
 
+    def attached(self, context: Context[PsSettings]) -> None:
+        """What the lead of an earlier generation has ordered is void."""
+        self.ending = queue.SimpleQueue()
+
     def run(self) -> None:
-        """Computes batch after batch until the epochs are done."""
-        torch.set_num_threads(threads(self.context))
-        match self.context.settings.update_mode:
+        """Computes batch after batch until the epochs are done. Raises PeerLostError if the generation ends."""
+        context = self.context
+        share_cores(context)
+        match context.settings.update_mode:
             case "autograd":
-                autograd_trainer.run(self.context)
+                autograd_trainer.run(context, self.train)
             case "local":
-                local.run(self.context, self.ending)
+                with closing(LocalReplica(context)) as local_replica:
+                    local.run(context, local_replica, self.train, self.ending)
             case _:
-                run(self.context)
+                with closing(Replica(context)) as replica:
+                    run(context, replica, self.train)
 
     @remote
     def end_rounds(self, count: int) -> None:
@@ -39,12 +50,9 @@ class Trainer:
             self.ending.put(None)
 
 
-def run(context: Context[PsSettings]) -> None:
+def run(context: Context[PsSettings], replica: Replica, train: data.Split) -> None:
     """The loop of `sync` and `async`."""
-    metrics, replica = context.metrics, Replica(context)
-    with context.phase("loading"):
-        train, _ = data.load(context.settings)
-    batches = deque[Indices]()
+    metrics, batches = context.metrics, deque[Indices]()
     replica.ask()
     while True:
         # with two batches (async) the second is computed while the first one's gradient travels
@@ -52,6 +60,7 @@ def run(context: Context[PsSettings]) -> None:
             batches += replica.take()
         if not batches:
             return  # the epochs are done
+        share_cores(context)
         batch = batches.popleft()
         with metrics.ps_compute_seconds.time():
             inputs, targets = train.batch(torch.from_numpy(batch))
@@ -61,14 +70,3 @@ def run(context: Context[PsSettings]) -> None:
             replica.backward(loss, len(batch), correct)  # each part of the gradient leaves once it is computed
         metrics.ps_computed_samples.inc(len(batch))
         context.report_step(replica.number)
-
-
-def threads(context: Context[PsSettings]) -> int:
-    """torch's threads for this trainer: its share of the cores if all ranks are on one machine."""
-    try:
-        one_machine = ipaddress.ip_address(context.settings.master_addr).is_loopback
-    except ValueError:  # a name
-        one_machine = False
-    if context.settings.threads or not one_machine:
-        return context.threads
-    return max(1, context.threads // len(context.peers("trainer")))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rolecall.jobs.ps.messages import GradientKey
+from rolecall.jobs.ps.messages import GradientKey, TrainerId
 
 BLOCK_ELEMENTS = 256  # elements that share a scale
 MAX_INTEGER = {"int8": 127, "int4": 7}  # the least integer is its negative
@@ -51,7 +51,7 @@ class Views:
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
-        self._views: dict[str, Tensor] = {}  # by trainer
+        self._views: dict[TrainerId, Tensor] = {}
 
     def __len__(self) -> int:
         return len(set(map(id, self._views.values())))
@@ -80,7 +80,7 @@ class Views:
         payload, decoded = pack(parameters - view, self._dtype)
         return payload, view + decoded
 
-    def drop(self, trainer: str) -> None:
+    def drop(self, trainer: TrainerId) -> None:
         """Drops the view of a lost trainer."""
         self._views.pop(trainer, None)
 

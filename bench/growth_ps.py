@@ -34,6 +34,7 @@ from rolecall import Context, Peer, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.context.transport import WireTransport
 from rolecall.declare import registry
+from rolecall.declare.task import Attachment
 from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.lead import ParameterServer
 
@@ -202,7 +203,9 @@ def _serve(update_mode: str, servers: int, trainers: int, directory: str) -> Any
     path = Path(directory, f"{trainers}")
     path.mkdir(exist_ok=True)
     job = registry.get("ps")
-    context = Context(settings, members[rank], members, 1, metrics, job, checkpoints=Checkpoints(path, "ps", 1))
+    context = Context(
+        settings, Attachment(1, members[rank], members), metrics, job, checkpoints=Checkpoints(path, "ps", 1)
+    )
     wired = wires.here()
     context.transport = _Transport(
         wired.wire, metrics, context.watchdog, rank0=members[0].name, rpc_timeout=settings.rpc_timeout

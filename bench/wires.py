@@ -13,6 +13,7 @@ from torch.distributed import rpc
 from rolecall.checkpoint.shards import Shares
 from rolecall.wire.calls import Wire
 from rolecall.wire.connecting import Acceptor, Address, Dialer, Identity, machine_id
+from rolecall.wire.dispatch import Dispatcher
 from rolecall.wire.messages import Deadline, Request
 
 SECONDS = 120.0  # deadline of a call, and of a connection
@@ -49,6 +50,6 @@ def _listen(names: list[str], directory: str) -> None:
     me = Identity(name, "ps", 1, SECONDS)
     dialer = Dialer(me, None, None, rank0=names[0], always_tls=False, seconds=SECONDS)
     dialer.addresses = {peer: Address(peer, "", 0, str(Path(directory, peer)), machine_id()) for peer in names}
-    wire = Wire(name, dialer, shares, max_message_bytes=2**40)
+    wire = Wire(name, dialer, Dispatcher(name, shares), max_message_bytes=2**40)
     Acceptor(me, None, wire.accept).listen_unix(Path(directory, name))
     HERE.append(Here(wire, shares))

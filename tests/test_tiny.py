@@ -9,7 +9,7 @@ from rolecall import config, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.declare import registry
 from rolecall.declare.remote import remote
-from rolecall.declare.task import Peer
+from rolecall.declare.task import Attachment, Peer
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import Heartbeat, RoleSpec, Rules, WorkerStatus
 from tests.ports import free_ports
@@ -58,7 +58,9 @@ def _call_itself(directory: str) -> int:
     me = Peer("agent", 0, 0)
     settings = config.load(config.Settings, bind_addr="127.0.0.1", master_port=port, device="cpu")
     telemetry.use_directory(Path(directory))
-    context = Context(settings, me, (me,), 1, telemetry.build_worker(telemetry.WORKER, "agent", is_rank0=True))
+    context = Context(
+        settings, Attachment(1, me, (me,)), telemetry.build_worker(telemetry.WORKER, "agent", is_rank0=True)
+    )
     connect(context, Path(directory))
     context.serve(_Adder())
     return context.call(me.name, _Adder.add, 40, 2).result()

@@ -12,13 +12,14 @@ from prometheus_client import CollectorRegistry
 from rolecall import Context, Job, Peer, Role, Settings, UsageError, telemetry
 from rolecall.checkpoint import checkpoint
 from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.declare.task import Attachment
 from tests.context import contexts
 
 
 def context(directory: Path) -> Context[Settings]:
     me, metrics = Peer("agent", 0, 0), telemetry.build(telemetry.WORKER, CollectorRegistry())
     job, checkpoints = Job([Role("agent", print)]), Checkpoints(directory, "rl", 2)
-    return Context(Settings(), me, (me,), 2, metrics, job, checkpoints=checkpoints)
+    return Context(Settings(), Attachment(2, me, (me,)), metrics, job, checkpoints=checkpoints)
 
 
 @pytest.fixture

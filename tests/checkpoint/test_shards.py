@@ -25,6 +25,7 @@ from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.checkpoint.shard_messages import Order
 from rolecall.checkpoint.shards import Shares
 from rolecall.declare.remote import find, remote
+from rolecall.declare.task import Attachment
 from rolecall.errors import Drained, PeerLostError
 from rolecall.record import rundir
 from rolecall.wire.future import Future
@@ -72,9 +73,7 @@ class Gang:
             folder = directory / me.name if folders and me.rank else directory
             context = Context(
                 Settings(checkpoint_dir=folder, checkpoint_shards=mode),
-                me,
-                members,
-                generation,
+                Attachment(generation, me, members),
                 telemetry.build(telemetry.WORKER, CollectorRegistry()),
                 JOB,
                 checkpoints=None
@@ -455,6 +454,6 @@ def test_starting_anew_moves_the_shards_too(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_has_sharded_values() -> None:
-    context = Context(Settings(), Peer("ps", 0, 1), (), 1, MagicMock())
+    context = Context(Settings(), Attachment(1, Peer("ps", 0, 1), ()), MagicMock())
     with pytest.raises(UsageError, match="only rank 0"):
         Sharded(context, "model", "ps")

@@ -15,7 +15,7 @@ from rolecall.context.context import Context
 from rolecall.context.progress import Supervision
 from rolecall.declare.remote import remote
 from rolecall.declare.spec import Job, Role
-from rolecall.declare.task import Peer
+from rolecall.declare.task import Attachment, Peer
 
 
 class Agent:
@@ -65,7 +65,10 @@ class Supervisor(Supervision):
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.records: list[tuple[str, int, float]] = []
-        self.lost: list[tuple[str, int]] = []
+        self.lost: list[Peer] = []
+        self.replaced: list[Peer] = []
+        self.parts: list[tuple[str, int, int]] = []  # in generations, with their numbers
+        self.failures: list[str | BaseException] = []
         self.refused: list[str] = []
 
     def report_step(self, step: int) -> None:
@@ -74,8 +77,20 @@ class Supervisor(Supervision):
     def record(self, kind: progress.Curve, step: int, value: float) -> None:
         self.records.append((kind, step, value))
 
-    def report_lost(self, role: str, ordinal: int) -> None:
-        self.lost.append((role, ordinal))
+    def report_loaded(self) -> None:
+        self.parts.append(("loaded", 0, 0))
+
+    def report_connected(self, generation: int, join: int) -> None:
+        self.parts.append(("connected", generation, join))
+
+    def report_detached(self, generation: int, join: int, problem: str = "") -> None:
+        self.parts.append(("lost" if problem else "detached", generation, join))
+
+    def report_lost(self, peer: Peer, replace: bool = False) -> None:
+        (self.replaced if replace else self.lost).append(peer)
+
+    def fail(self, problem: str | BaseException) -> None:
+        self.failures.append(problem)
 
     def refuse_drain(self, why: str) -> None:
         self.refused.append(why)
@@ -102,9 +117,7 @@ def make(
     metrics = telemetry.build([*telemetry.WORKER, *job.metrics], CollectorRegistry())
     return Context(
         job.settings(**settings),
-        me,
-        (AGENT, ONE, TWO),
-        generation,
+        Attachment(generation, me, (AGENT, ONE, TWO)),
         metrics,
         job,
         supervisor or Supervisor(),

@@ -11,6 +11,7 @@ import pytest
 from rolecall import Job, Role, remote
 from rolecall.context.context import Context
 from rolecall.context.transport import Transport
+from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Request
@@ -72,12 +73,12 @@ class Fake:
     def in_flight(self, to: str) -> int:
         return self.busy.get(to, 0)
 
-    def lose(self, to: str) -> None:
-        self.lost.append(to)
+    def lose(self, peer: Peer) -> None:
+        self.lost.append(peer.name)
 
-    def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
+    def end_stuck(self, peer: Peer, problem: str, otherwise: Callable[[], None]) -> None:
         otherwise()
-        self.lose(to)
+        self.lose(peer)
 
 
 @pytest.fixture

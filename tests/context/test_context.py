@@ -222,13 +222,13 @@ def test_removed_pinned_setting_is_not_compared(context: Context, tmp_path: Path
 def test_lost_peers_leave_the_generation(context: Context, supervisor: Supervisor) -> None:
     received: list[str] = []
     context.on_lost(received.append)
-    context.lose("observer_0")
-    context.lose("observer_0")
+    context.group.lose(ONE)
+    context.group.lose(ONE)
     context.give_up("observer_0")  # which is lost already
     assert context.peers("observer") == [TWO]
     assert (received, supervisor.lost) == (["observer_0"], [])
     context.give_up("observer_1")
-    assert (received, supervisor.lost) == (["observer_0", "observer_1"], [("observer", 1)])
+    assert (received, supervisor.lost) == (["observer_0", "observer_1"], [TWO])
     assert context.peers("agent") == [AGENT]
 
 
@@ -236,7 +236,7 @@ def test_required_peers_are_there_or_the_job_drains(tmp_path: Path) -> None:
     context = make(tmp_path, lease_seconds=1)
     context.require_peers("observer")
     for peer in context.peers("observer"):
-        context.lose(peer.name)
+        context.group.lose(peer)
     with pytest.raises(PeerLostError, match="no observer is left"):
         context.require_peers("observer")
     threading.Timer(0.1, context.drain).start()

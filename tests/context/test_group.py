@@ -42,10 +42,12 @@ class Wire:
     def in_flight(self, to: str) -> int:
         return self.loads.get(to, 0)
 
-    def lose(self, to: str) -> None: ...
+    def lose(self, peer: Peer) -> None: ...
 
-    def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
-        self.stuck[to] = problem
+    def joined(self, peer: Peer) -> None: ...
+
+    def end_stuck(self, peer: Peer, problem: str, otherwise: Callable[[], None]) -> None:
+        self.stuck[peer.name] = problem
         if not self.reached:
             otherwise()
 
@@ -97,9 +99,7 @@ def test_lost_skip_leaves_the_peer_out(
     assert list(answers) == [8]
     assert context.peers("observer") == [TWO]
     # the gang replaces it
-    assert (supervisor.lost, wire.stuck) == (
-        ([("observer", 0)], {}) if error is GONE else ([], {"observer_0": str(LATE)})
-    )
+    assert (supervisor.lost, wire.stuck) == (([ONE], {}) if error is GONE else ([], {"observer_0": str(LATE)}))
     (given_up,) = [event for event in logged if event["event"] == "peer given up"]
     assert (given_up["peer"], given_up["problem"]) == ("observer_0", str(error))
     context.call_all(Observer.double, 4)
@@ -124,15 +124,15 @@ def test_a_stuck_peer_out_of_reach_is_lost(context: Context, wire: Wire, supervi
     wire.answer("observer_0", LATE)
     wire.answer("observer_1", 8)
     assert list(answers) == [8]
-    assert supervisor.lost == [("observer", 0)]
+    assert supervisor.lost == [ONE]
 
 
-@pytest.mark.parametrize(("peer", "lost"), [(ONE, [("observer", 0)]), (AGENT, [])])
+@pytest.mark.parametrize(("peer", "lost"), [(ONE, [ONE]), (AGENT, [])])
 def test_a_closed_connection_gives_up_a_member_of_an_elastic_role(
     context: Context, supervisor: Supervisor, peer: Peer, lost: list[Any]
 ) -> None:
     for _ in range(3):  # once
-        context.group.disconnected(peer.name, GONE)
+        context.group.disconnected(peer.name, 0, GONE)
     assert supervisor.lost == lost
 
 
@@ -164,7 +164,7 @@ def test_peer_lost_by_the_gang_is_not_waited_for(
     answers = context.options(timeout=0, lost=lost).call_each(Observer.double, 4)
     wire.answer("observer_1", 8)
     assert next(answers) == (TWO, 8)
-    threading.Timer(0.05, context.lose, ("observer_0",)).start()
+    threading.Timer(0.05, context.group.lose, (ONE,)).start()
     if lost == "raise":
         with pytest.raises(PeerLostError, match="observer_0 was lost"):
             next(answers)

@@ -6,23 +6,57 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.context.services import Services
+from rolecall.errors import PeerLostError
 from rolecall.wire.connecting import Address
-from tests.context.contexts import make
+from tests.context.contexts import AGENT, ONE, TWO, make
 
-HERE, THERE = Address("lead_0", "127.0.0.1", 1), Address("ps_0", "127.0.0.1", 2)
+HERE, THERE = Address("agent_0", "127.0.0.1", 1), Address("observer_0", "127.0.0.1", 2)
 
 
 def test_rank_0_goes_on_when_every_member_knows_the_others(tmp_path: Path) -> None:
     """It may hold the interpreter's lock then: a member without an answer would wait for it, and it for the member."""
     context = make(tmp_path)
-    services = Services(frozenset({"lead_0", "ps_0"}), context.supervision, context.progress, lambda: 0)
+    services = context.services
+    context.group.lose(TWO)
+    services.expect()
     services.arrived(HERE)
-    services.ready("lead_0")
+    services.ready(AGENT.name)
     answer = services.meet(tuple(THERE))  # the last one
     assert answer.result(1).addresses == (HERE, THERE)
     with pytest.raises(TimeoutError):
         services.wait(0.01)
-    assert services.missing() == ["ps_0"]
-    services.ready("ps_0")
+    assert services.missing() == [ONE.name]
+    services.ready(ONE.name)
     assert services.wait(1).addresses == (HERE, THERE)
+
+
+def test_one_that_is_lost_meanwhile_is_not_waited_for(tmp_path: Path) -> None:
+    context = make(tmp_path)
+    services = context.services
+    services.expect()
+    services.arrived(HERE)
+    services.ready(AGENT.name)
+    answer = services.meet(tuple(THERE))
+    services.ready(ONE.name)
+    assert not answer.done()
+    assert services.missing() == [TWO.name]
+    context.group.lose(TWO)
+    assert answer.result(1).addresses == services.wait(1).addresses == (HERE, THERE)
+
+
+def test_who_joins_later_meets_at_once_and_is_found(tmp_path: Path) -> None:
+    context = make(tmp_path)
+    services = context.services
+    context.group.lose(TWO)
+    services.expect()
+    for address in (HERE, THERE):
+        services.arrived(address)
+    with pytest.raises(PeerLostError, match="observer_1 was lost"):
+        services.address(TWO.name, 0)
+    early = services.address(TWO.name, 1)  # before it is there
+    assert not early.done()
+    joining = Address(TWO.name, "127.0.0.1", 3, join=1)
+    assert services.meet(tuple(joining)).result(0).addresses == (HERE, THERE, joining)
+    assert early.result(0) == services.address(TWO.name, 0).result(0) == joining
+    services.arrived(joining._replace(join=0, port=4))  # late
+    assert services.address(TWO.name, 1).result(0) == joining

@@ -60,7 +60,7 @@ def test_of_phases_within_each_other_the_outermost_counts(clock: Clock) -> None:
 
 def test_another_rank_is_not_judged_for_what_it_does_not_say(clock: Clock) -> None:
     """Its function may loop by itself, and its callers have deadlines."""
-    clock.watchdog = Watchdog(600, 300, is_rank0=False, clock=lambda: clock.now)
+    clock.watchdog = Watchdog(600, 300, limit_loading=False, clock=lambda: clock.now)
     assert clock.watchdog.doing == "loading"
     assert clock.passes(10_000) == ""
     with clock.watchdog.phase("loading"):

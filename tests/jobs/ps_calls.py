@@ -10,6 +10,7 @@ import pytest
 
 from rolecall.checkpoint.shards import Shares
 from rolecall.declare.remote import find
+from rolecall.declare.task import Peer
 from rolecall.jobs.ps import exchanges, server
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
@@ -28,7 +29,7 @@ class Calls:
         value = method(*request.args, **request.kwargs)
         return value if isinstance(value, concurrent.futures.Future) else answered(value)
 
-    def lose(self, to: str) -> None:
+    def lose(self, peer: Peer) -> None:
         """A lost peer is called no more."""
 
 

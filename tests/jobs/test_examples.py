@@ -13,7 +13,7 @@ from rolecall import new, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.context.context import Context
 from rolecall.declare.loader import load_file
-from rolecall.declare.task import Peer
+from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import Drained
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
@@ -35,10 +35,10 @@ class Answers:
             answer.set_result(getattr(self.target, request.method)(*request.args))
         else:
             self.context.drain()
-            self.context.lose(to)
+            self.context.give_up(to)
         return answer
 
-    def lose(self, to: str) -> None:
+    def lose(self, peer: Peer) -> None:
         pass
 
 
@@ -56,8 +56,8 @@ def test_a_step_whose_workers_were_all_lost_is_no_step(
     checkpoints = Checkpoints(tmp_path / "run", "job", 1)
     members = (Peer(lead, 0, 0), Peer(worker, 0, 1))
     metrics = telemetry.build(telemetry.WORKER, CollectorRegistry())
-    context = Context(job.settings(), members[0], members, 1, metrics, job, checkpoints=checkpoints)
-    worker_context = Context(job.settings(), members[1], members, 1, metrics, job)
+    context = Context(job.settings(), Attachment(1, members[0], members), metrics, job, checkpoints=checkpoints)
+    worker_context = Context(job.settings(), Attachment(1, members[1], members), metrics, job)
     context.transport = Answers(context, job.roles[1].run(worker_context), answered=2)
     with pytest.raises(Drained):
         job.roles[0].run(context)

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
 from rolecall import Context, Peer, telemetry
+from rolecall.declare.task import Attachment
 from rolecall.errors import UsageError
 from rolecall.jobs.hybrid import JOB, HybridSettings, data, evaluate
 from rolecall.jobs.hybrid.model import LocalModel
@@ -155,7 +156,7 @@ def context(rank: int, **changes: object) -> Context[HybridSettings]:
     """That of the server, or of one of two trainers, whose failures are recorded."""
     members = tuple(Peer(role, number, rank) for rank, (role, number) in enumerate([("ps", 0), *TRAINERS]))
     metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
-    made = Context(settings(**changes), members[rank], members, 1, metrics, supervision=MagicMock())
+    made = Context(settings(**changes), Attachment(1, members[rank], members), metrics, supervision=MagicMock())
     made.torch = MagicMock()
     return made
 

@@ -24,6 +24,7 @@ from rolecall.checkpoint import checkpoint, logged, shardfile
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.checkpoint.shard_messages import Written
 from rolecall.checkpoint.shardfile import ShardError
+from rolecall.declare.task import Attachment
 from rolecall.jobs.hybrid import JOB, HybridSettings, disk_rows
 from rolecall.jobs.hybrid.disk import DiskTable, open_scratch
 from rolecall.jobs.hybrid.disk_log import Scratch
@@ -233,7 +234,7 @@ class Gang:
             metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
             checkpoints = None if me.rank else Checkpoints(directory, "hybrid", generation)
             everybody = (*members, Peer("trainer", 0, 1 + servers))
-            context = Context(options, me, everybody, generation, metrics, JOB, checkpoints=checkpoints)
+            context = Context(options, Attachment(generation, me, everybody), metrics, JOB, checkpoints=checkpoints)
             if me.rank:
                 server = TableServer(context)
                 server.hold(

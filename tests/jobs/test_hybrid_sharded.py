@@ -13,6 +13,7 @@ from rolecall import Context, Peer, telemetry
 from rolecall.checkpoint import capture
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.declare.remote import find
+from rolecall.declare.task import Attachment
 from rolecall.jobs.hybrid import JOB, HybridSettings
 from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.sharded import ShardedTable
@@ -51,7 +52,11 @@ def together(directory: Path, servers: int, **changes: Any) -> ShardedTable:
         metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
         checkpoints = None if me.rank else Checkpoints(directory, "hybrid", 1)
         context = Context(
-            settings, me, (*members, Peer("trainer", 0, 1 + servers)), 1, metrics, JOB, checkpoints=checkpoints
+            settings,
+            Attachment(1, me, (*members, Peer("trainer", 0, 1 + servers))),
+            metrics,
+            JOB,
+            checkpoints=checkpoints,
         )
         if me.rank:
             served[me.name] = TableServer(context)

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
 from rolecall import Context, Peer, telemetry
+from rolecall.declare.task import Attachment
 from rolecall.jobs.ps import JOB, PsSettings, data, evaluate, model
 from rolecall.jobs.ps.local import LocalReplica
 from rolecall.jobs.ps.messages import Assignment, BatchReport, UpdateShard
@@ -60,7 +61,7 @@ class Gang(Calls):
         members = [Peer("ps", n, n) for n in range(s.servers)]
         members += [Peer("trainer", n, s.servers + n) for n in range(trainers)]
         self.metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
-        contexts = {me.name: Context(s, me, tuple(members), 1, self.metrics) for me in members}
+        contexts = {me.name: Context(s, Attachment(1, me, tuple(members)), self.metrics) for me in members}
         self.servers = {me.name: Server(contexts[me.name]) for me in members if me.role == "ps"}
         self.roles.update(self.servers)
         self.sent: dict[str, list[Tensor]] = {}

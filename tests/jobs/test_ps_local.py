@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rolecall import Context, Peer, PeerLostError, UsageError
+from rolecall.declare.task import Attachment
 from rolecall.jobs.ps import PsSettings, lead, local, model
 from rolecall.jobs.ps.lead import OpenRounds, make_ledger
 from rolecall.jobs.ps.ledger import Ledger
@@ -68,7 +69,7 @@ class Servers:
     def context(self, name: str) -> Context[PsSettings]:
         members = tuple(Peer("ps", n, n) for n in range(self.settings.servers))
         me = Peer("trainer", int(name[-1]), len(members) + int(name[-1]))
-        context = Context(self.settings, me, (*members, me), 1, MagicMock())
+        context = Context(self.settings, Attachment(1, me, (*members, me)), MagicMock())
         context.transport = self
         return context
 

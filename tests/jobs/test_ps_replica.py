@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rolecall import Context, Peer
+from rolecall.declare.task import Attachment
 from rolecall.jobs.ps import PsSettings, model
 from rolecall.jobs.ps.replica import Replica
 from rolecall.wire.messages import Deadline, Request
@@ -40,7 +41,7 @@ def replica(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(model, "MIN_PART_ELEMENTS", SMALL)
     members = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2))
     settings = PsSettings(job="ps", servers=2, model=f"{__name__}:factory", **request.param)
-    context = Context(settings, members[2], members, 1, MagicMock())
+    context = Context(settings, Attachment(1, members[2], members), MagicMock())
     context.transport = Calls()
     return Replica(context)
 

@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from rolecall import Context, Peer
+from rolecall.declare.task import Attachment
 from rolecall.jobs.ps import PsSettings, lead
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.messages import GradientKey as Key
@@ -53,7 +54,7 @@ class Transport:
 
 
 def make() -> tuple[Reports, Transport]:
-    context = Context(PsSettings(job="ps", servers=2), MEMBERS[1], MEMBERS, 1, MagicMock())
+    context = Context(PsSettings(job="ps", servers=2), Attachment(1, MEMBERS[1], MEMBERS), MagicMock())
     context.transport = transport = Transport()  # type: ignore[assignment]
     return Reports(context.logger, partial(context.call, context.rank0, Server.complete)), transport
 
@@ -115,7 +116,10 @@ def test_threads_report_each_gradient_once_and_in_their_order() -> None:
 
 def test_the_lead_takes_a_gradient_with_the_last_server_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     members = MEMBERS[:1] + MEMBERS[2:]
-    server, arrived = Server(Context(PsSettings(job="ps"), MEMBERS[0], members, 1, MagicMock())), Counter[Key]()
+    server, arrived = (
+        Server(Context(PsSettings(job="ps"), Attachment(1, MEMBERS[0], members), MagicMock())),
+        Counter[Key](),
+    )
     inbox = server.inbox
     ledger = Ledger(100, 4, 1, 1, ["trainer_0", "trainer_1"], sync=True)
     one, two, three = Key("trainer_0", 1), Key("trainer_1", 1), Key("trainer_0", 2)

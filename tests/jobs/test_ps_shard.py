@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rolecall import Context, Peer, Rows, UsageError
+from rolecall.declare.task import Attachment
 from rolecall.jobs.ps import PsSettings, data, model
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.messages import Assignment, GradientPart, PartAnswer, UpdateShard
@@ -220,9 +221,12 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
     members = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2), Peer("trainer", 1, 3))
     supervisor = Supervisor()
     context = Context(
-        settings_of(servers=2, momentum=0, lr=1), members[1], members, 1, MagicMock(), supervision=supervisor
+        settings_of(servers=2, momentum=0, lr=1),
+        Attachment(1, members[1], members),
+        MagicMock(),
+        supervision=supervisor,
     )
-    first = Server(Context(settings_of(servers=2), members[0], members, 1, MagicMock()))
+    first = Server(Context(settings_of(servers=2), Attachment(1, members[0], members), MagicMock()))
     context.transport = calls = Calls()  # type: ignore[assignment]
     calls.roles["ps_0"] = first
     server = Server(context)
@@ -232,7 +236,7 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
     gradient = torch.ones(len(server.shard.flat))
     answers = [server.exchange(GradientPart(key, part, gradient.clone(), None)) for key in keys]
     assert [first.inbox.get_nowait() for _ in keys] == keys
-    context.lose("trainer_0")
+    context.group.lose(members[2])
     server.update(UpdateShard(1, dict.fromkeys(keys, 0.5), 1.0, tuple(keys)), {})
     assert torch.equal(answers[1].result(30)[0], -gradient)
     server.update(UpdateShard(1, {}, 1.0, (), ("trainer_0",)), {})  # answers only, as at the start of a generation

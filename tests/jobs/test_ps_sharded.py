@@ -14,6 +14,7 @@ from torch import Tensor
 from rolecall import Context, Peer, telemetry
 from rolecall.checkpoint import capture
 from rolecall.checkpoint.checkpoint import Checkpoints, read
+from rolecall.declare.task import Attachment
 from rolecall.jobs.ps import JOB, PsSettings
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.messages import GradientPart, UpdateShard
@@ -33,7 +34,7 @@ def together(directory: Path, servers: int, **chosen: Any) -> ShardedModel:
     for me in members:
         metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
         checkpoints = None if me.rank else Checkpoints(directory, "ps", 1)
-        context = Context(settings, me, members, 1, metrics, JOB, checkpoints=checkpoints)
+        context = Context(settings, Attachment(1, me, members), metrics, JOB, checkpoints=checkpoints)
         context.transport = calls  # type: ignore[assignment]
         calls.roles[me.name], calls.shares[me.name] = Server(context), context.shares
     first = cast(Server, calls.roles["ps_0"])

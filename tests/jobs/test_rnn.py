@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from torch.nn import functional
 
 from rolecall import Context, Peer, UsageError, config, telemetry
+from rolecall.declare.task import Attachment
 from rolecall.jobs.rnn import RnnSettings, corpus, evaluate, loss, model
 from rolecall.jobs.rnn.corpus import TextDescription, Vocabulary
 from rolecall.jobs.rnn.metrics import METRICS
@@ -154,7 +155,7 @@ def test_an_improbable_target_has_a_finite_loss() -> None:
 def test_no_logits_leave_the_ps() -> None:
     chosen, members = settings(), (Peer("ps", 0, 0), Peer("trainer", 0, 1))
     metrics = telemetry.build([*telemetry.WORKER, *METRICS], CollectorRegistry())
-    server = ModelServer(Context(chosen, members[0], members, 1, metrics))
+    server = ModelServer(Context(chosen, Attachment(1, members[0], members), metrics))
     server.embedding, server.decoder = model.Embedding(chosen, 50), model.Decoder(chosen, 50)
     tokens, hidden = torch.randint(50, (7, 4)), torch.randn(7, 4, 5, requires_grad=True)
     assert server.embed(tokens).shape == (7, 4, 6)

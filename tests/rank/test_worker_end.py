@@ -9,7 +9,7 @@ import pytest
 
 from rolecall import CallTimeoutError, PeerLostError, ProgramError, RemoteError, UsageError
 from rolecall.config import Settings
-from rolecall.declare.task import Peer, Task
+from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.rank.pipe_messages import Result
 from rolecall.rank.worker_end import WorkerEnd
 
@@ -36,7 +36,9 @@ def test_fail_says_what_was_raised(
         raise SystemExit
 
     monkeypatch.setattr(WorkerEnd, "end", end)
-    worker = WorkerEnd(MagicMock(), Task("rl", Settings(job="rl"), ONE, 1, (ONE,)), None)
+    worker = WorkerEnd(
+        MagicMock(), Task("rl", Settings(job="rl"), "observer", 0, attachment=Attachment(1, ONE, (ONE,))), None
+    )
     with pytest.raises(SystemExit):
         worker.fail(problem)
     assert ended == [result]

@@ -104,7 +104,7 @@ def corpus() -> tuple[list[bytes], list[bytes]]:
             frames.append(sent.data)
     address, nbytes = memory.address_of(memory.PROBE.data), memory.PROBE.nbytes
     frames.append(HEAD.pack(Kind.ANSWER, 1, 1, 4, 7) + REGION.pack(address, nbytes) + b"body")
-    hello = Hello("a_0", "b_0", "job", 1, "0123456789abcdef", "both", **connecting._probe())
+    hello = Hello("a_0", "b_0", "job", 1, 0, 0, "0123456789abcdef", "both", **connecting._probe())
     for value in (hello._asdict(), hello._replace(direction="out")._asdict(), {"problem": "no"}, {"reads": True}):
         sent = Sent()
         send_hello(cast(Any, sent), value)

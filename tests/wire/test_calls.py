@@ -18,6 +18,7 @@ from rolecall.wire.codec import encode
 from rolecall.wire.frames import Kind
 from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Link, Sockets
 from rolecall.wire.readers import Watch
+from rolecall.wire.session import Session
 from tests.wire.wires import DEADLINE, Wires, until
 
 
@@ -84,7 +85,7 @@ def test_a_peer_that_reads_nothing_is_lost(logged: list[EventDict]) -> None:
     silent = list[socket.socket]()
 
     class Silent:
-        def open(self, peer: str) -> Sockets:
+        def open(self, peer: str, join: int) -> Sockets:
             ours, theirs = socket.socketpair()
             silent.append(theirs)
             return Sockets(ours, ours)
@@ -180,6 +181,7 @@ def test_a_link_that_closes_while_it_sends(wires: Wires) -> None:
     one = Link(
         "x",
         Sockets(ours, ours),
+        session=Session(),
         limit=2**30,
         watch=Watch(),
         quick=lambda *_: True,

@@ -82,7 +82,7 @@ def test_another_member_at_the_address_is_not_taken_for_the_peer(tmp_path: Path)
 
 
 def hello(**changes: Any) -> dict[str, Any]:
-    return Hello("x_0", "b_0", "tested", 1, "link", "both")._replace(**changes)._asdict()
+    return Hello("x_0", "b_0", "tested", 1, 0, 0, "link", "both")._replace(**changes)._asdict()
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def shows(port: int, words: bytes, context: ssl.SSLContext) -> bool:
         with dialled(port) as connection:
             connection.sendall(words)
             with context.wrap_socket(connection, server_hostname=HOST) as channel:
-                send_hello(channel, Hello("worker_0", RANK_0, JOB, 1, os.urandom(4).hex(), "out")._asdict())
+                send_hello(channel, Hello("worker_0", RANK_0, JOB, 1, 0, 0, os.urandom(4).hex(), "out")._asdict())
                 return receive_hello(channel, connecting.time.monotonic() + DEADLINE) == {}
     except (OSError, ValueError):
         return False
@@ -216,7 +216,7 @@ def test_half_a_link_is_closed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) ->
         with dialled(port) as connection:
             connection.sendall(tickets.preamble(ticket(ranks)))
             with member().wrap_socket(connection, server_hostname=HOST) as channel:
-                send_hello(channel, {**Hello("w", RANK_0, JOB, 1, link, "out")._asdict(), "direction": direction})
+                send_hello(channel, {**Hello("w", RANK_0, JOB, 1, 0, 0, link, "out")._asdict(), "direction": direction})
                 answer = receive_hello(channel, connecting.time.monotonic() + DEADLINE)
                 channel.settimeout(DEADLINE)
                 with contextlib.suppress(ssl.SSLError, ConnectionResetError):

@@ -14,6 +14,7 @@ from rolecall import remote
 from rolecall.context.services import Services
 from rolecall.errors import PeerLostError
 from rolecall.wire.calls import Wire
+from rolecall.wire.dispatch import Dispatcher
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.link import Sockets
 from rolecall.wire.messages import Deadline, Request
@@ -135,9 +136,9 @@ class Wires:
         return Wire(
             name,
             connector,
-            Internals(),
+            Dispatcher(name, Internals()),
             max_message_bytes=limit,
-            lost=lambda peer, error: self.lost.append(peer),
+            lost=lambda peer, join, error: self.lost.append(peer),
         )
 
     def sockets(self, caller: str, callee: str) -> Sockets:
@@ -165,5 +166,5 @@ class _Connector:
     def __init__(self, wires: Wires, me: str) -> None:
         self._wires, self._me = wires, me
 
-    def open(self, peer: str) -> Sockets:
+    def open(self, peer: str, join: int) -> Sockets:
         return self._wires.sockets(self._me, peer)

@@ -12,11 +12,19 @@ from rolecall.declare.task import Peer
 class Owner(Protocol):
     """A rank of a generation; `Context` is one."""
 
-    me: Peer
-    generation: int
     logger: Any
     shares: Any  # the `Shares` of this worker
     internal_calls: Any  # the `Calls` of its peers' `Shares`
+
+    @property
+    def me(self) -> Peer:
+        """This member."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation."""
+        ...
 
     @property
     def settings(self) -> Settings:

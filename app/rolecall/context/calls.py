@@ -16,6 +16,7 @@ from rolecall.record.recorder import recorder
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.late import EXAMINE_SECONDS
 from rolecall.wire.messages import Request
+from rolecall.wire.session import Session
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -138,7 +139,7 @@ class Calls:
         option `lost="skip"`, the default for an elastic role, it is left out. `lost="answer"` yields a PeerLostError in
         place of its answer. `lost="raise"`, the default for other roles, raises the PeerLostError or CallTimeoutError.
         What the method raised is raised here, as RemoteError. If no member is left, raises PeerLostError, or yields
-        nothing while the job drains.
+        nothing while the job drains. A member that joins meanwhile is called the next time.
         """
         mark, group, role = require_remote(method), self._group, self._role_of(method)
         if mark.stream:
@@ -147,7 +148,7 @@ class Calls:
         called = {peer.name: peer for peer in group.peers(role) if self._to is None or peer in self._to}
         for name in called:
             self._require_served(mark, method, name)
-        answers = group.collect()
+        answers, session = group.collect(), group.session
         limit = group.settings.rpc_timeout
         limits = [group.watchdog.limit(name, self._timeout, limit) for name in called]
         for name in called:
@@ -156,7 +157,8 @@ class Calls:
         # longer than the calls' own deadlines, which end each of them
         seconds = max(limits, default=0.0) + EXAMINE_SECONDS + limit if self._timeout else None
         elastic = group.is_elastic(role)
-        return self._collect(role, called, answers, seconds, self._lost or ("skip" if elastic else "raise"))
+        lost = self._lost or ("skip" if elastic else "raise")
+        return self._collect(role, called, answers, seconds, lost, session)
 
     @overload
     def call_all(
@@ -176,7 +178,13 @@ class Calls:
         return (value for _, value in answers)
 
     def _collect(
-        self, role: str, called: dict[str, Peer], answers: Answers, seconds: float | None, lost: Lost
+        self,
+        role: str,
+        called: dict[str, Peer],
+        answers: Answers,
+        seconds: float | None,
+        lost: Lost,
+        session: Session | None,
     ) -> Iterator[tuple[Peer, Any]]:
         group, any_answered = self._group, False
         while called:
@@ -186,11 +194,11 @@ class Calls:
             if peer is None:
                 continue  # lost before its answer came
             try:
-                value = self._outcome(name, answered)
+                value = self._outcome(peer, answered)
             except (PeerLostError, CallTimeoutError) as error:
-                if lost == "raise":
+                if lost == "raise" or (session is not None and session.ended):
                     raise
-                group.give_up(name, stuck=str(error) if isinstance(error, CallTimeoutError) else "")
+                group.give_up(peer, stuck=str(error) if isinstance(error, CallTimeoutError) else "")
                 if lost == "skip":
                     continue
                 value = error
@@ -202,14 +210,14 @@ class Calls:
         if not any_answered:
             group.require_peers(role)  # all were lost meanwhile
 
-    def _outcome(self, name: str, answered: Future[Any] | None) -> Any:
-        """The answer of a call to `name`. Raises what the call failed with."""
-        if answered is None or name in self._group.lost:
-            raise PeerLostError(f"{name} was lost")
+    def _outcome(self, peer: Peer, answered: Future[Any] | None) -> Any:
+        """The answer of a call to `peer`. Raises what the call failed with."""
+        if answered is None or peer.name in self._group.lost:
+            raise PeerLostError(f"{peer.name} was lost")
         try:
             return answered.result()
         except (PeerLostError, CallTimeoutError) as error:
-            self._group.logger.warning("peer given up", peer=name, problem=str(error))
+            self._group.logger.warning("peer given up", peer=peer.name, problem=str(error))
             raise
 
     # ---- to any of a role
@@ -234,7 +242,7 @@ class Calls:
             raise UsageError(f"{method.__qualname__} is a stream: call it at one peer")
         calls = list[Future[Any]]()  # one after the other
         answer: Future[Any] = Future(lambda: calls[-1].cancel())
-        tried = set[str]()
+        tried, session = set[str](), self._group.session
 
         def attempt(previous: PeerLostError | None) -> None:
             names = [peer.name for peer in self._group.peers(role) if peer.name not in tried]
@@ -251,7 +259,7 @@ class Calls:
             if call.cancelled() or answer.cancelled():
                 return
             error = call.exception()
-            if isinstance(error, PeerLostError) and mark.idempotent:
+            if isinstance(error, PeerLostError) and mark.idempotent and not (session is not None and session.ended):
                 attempt(error)
             else:
                 answer.end(None if error else call.result(), error)

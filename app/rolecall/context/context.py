@@ -5,10 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
@@ -19,20 +18,23 @@ from rolecall.context.calls import Calls, wait_all
 from rolecall.context.group import Group
 from rolecall.context.progress import Progress, StepLogged, Supervision, TrainingStarted
 from rolecall.context.queues import Queue
+from rolecall.context.services import Services
 from rolecall.context.training import Training
 from rolecall.context.watchdog import Phase, Watchdog
 from rolecall.declare.spec import Job
-from rolecall.declare.task import Peer
+from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.record import rundir
 from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
+from rolecall.wire.dispatch import Dispatcher
 
 S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
 
 
 class Context(Generic[S]):
-    """A rank's view of its generation.
+    """A rank's view of its generation: of the newest that its worker has become a part of. Before the first one, what
+    needs a generation waits: peers, calls, queues, rank and generation.
 
     Rank 0's function returns the job's summary, a dict. The other ranks serve calls until their process is ended,
     whether their function has returned or not. What a function raises is a failure, except for the loss of a peer and
@@ -45,33 +47,27 @@ class Context(Generic[S]):
     def __init__(
         self,
         settings: S,
-        me: Peer,
-        members: tuple[Peer, ...],
-        generation: int,
+        attachment: Attachment | None,
         metrics: Any,
         job: Job | None = None,
         supervision: Supervision | None = None,
         *,
+        name: str = "",
+        seeds: Sequence[int] = (),
         checkpoints: Checkpoints | None = None,
-        lost: Iterable[str] = (),
         watchdog: Watchdog | None = None,
     ) -> None:
-        self.settings, self.me, self.members, self.generation = settings, me, members, generation
-        self.metrics, self.job, self.supervision = metrics, job, supervision or Supervision()
+        """Without an `attachment`, of the member `name`, whose `seed` depends on SEED and `seeds`."""
+        self.settings, self.metrics, self.job = settings, metrics, job
+        self.supervision = supervision or Supervision()
         self.logger = telemetry.log()
         self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.distributed.Torch`; `connect` sets it
+        self._seeds = (attachment.me.rank, attachment.generation) if attachment else tuple(seeds)
         self._role_object: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self.watchdog = watchdog or Watchdog(settings.phase_timeout, settings.stuck_seconds, is_rank0=me.rank == 0)
-        self.group = Group(
-            settings,
-            me,
-            members,
-            generation=generation,
-            job=job,
-            supervision=self.supervision,
-            watchdog=self.watchdog,
-            lost=lost,
+        self.watchdog = watchdog or Watchdog(
+            settings.phase_timeout, settings.stuck_seconds, limit_loading=attachment is None or attachment.me.rank == 0
         )
+        self.group = Group(settings, attachment, job=job, supervision=self.supervision, watchdog=self.watchdog)
         self.calls = Calls(self.group)
         # see Calls: the same calls, without options
         self.call, self.call_each, self.call_all = self.calls.call, self.calls.call_each, self.calls.call_all
@@ -80,8 +76,27 @@ class Context(Generic[S]):
         self.shares = Shares()
         self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)
         self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
+        self.services = Services(self.group, self.progress, lambda: int(self.torch.start_store()))
+        self.dispatcher = Dispatcher(attachment.me.name if attachment else name, self.services)
+        self.dispatcher.offer(self.shares)
 
     # ---- identity and peers
+
+    @property
+    def me(self) -> Peer:
+        """This member."""
+        return self.group.me
+
+    @property
+    def members(self) -> tuple[Peer, ...]:
+        """The members of the generation, in order of rank, lost ones included. One that joins is the last; one that
+        joins again has its place of before."""
+        return self.group.members
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation."""
+        return self.group.generation
 
     @property
     def rank(self) -> int:
@@ -119,7 +134,7 @@ class Context(Generic[S]):
 
     @transport.setter
     def transport(self, transport: Any) -> None:
-        self.group.transport = transport
+        self.group.use(transport)
 
     # ---- calls
 
@@ -131,7 +146,7 @@ class Context(Generic[S]):
         """The queue `name` of at most `maxsize` items, which the member `at` owns; without it, rank 0 does. Every rank
         that uses it names it, its size and its owner alike. Raises UsageError for another size."""
         owner = at or self.rank0
-        items = self.group.queues.open(name, maxsize) if owner == self.me else None
+        items = self.group.queues.open(name, maxsize) if owner.name == self.me.name else None
         return Queue(name, maxsize, items, lambda ask, end: self.group.connected.call(owner.name, ask, end))
 
     def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
@@ -156,19 +171,11 @@ class Context(Generic[S]):
     def serve(self, target: object) -> None:
         """Peers call the methods of `target`, this role's object, from now on. The worker calls it, with what it has
         made of the role's class."""
-        self._role_object.set_result(target)
-        if self.me.rank:
+        if not self._role_object.done():
+            self._role_object.set_result(target)
+        if not self.group.is_rank0:
             self.watchdog.ready()
-        if self.group.dispatcher:
-            self.group.dispatcher.serve(target)
-
-    def serve_turns(self) -> NoReturn:
-        """Runs peers' calls of methods with `turn`, as they come. The worker calls it once the role's function has
-        returned."""
-        if self.group.dispatcher:
-            self.group.dispatcher.serve_turns()
-        while True:
-            threading.Event().wait()  # bounded by the supervisor, which ends this process
+        self.dispatcher.serve(target)
 
     def role_object(self) -> Any:
         """This role's object. Raises PeerLostError if it is not made within PHASE_TIMEOUT."""
@@ -179,17 +186,24 @@ class Context(Generic[S]):
             raise PeerLostError(f"{self.me.name} was not ready within PHASE_TIMEOUT={limit:g} s") from None
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
-        """Calls `listener(name)`, from another thread, for every peer that is lost from now on."""
+        """Calls `listener(name)`, from another thread, for every peer that is lost from now on: in this generation, and
+        in those that the worker becomes a part of later."""
         self.group.on_lost(listener)
 
-    def lose(self, name: str) -> None:
-        """Removes `name` from this generation, as the supervisor orders."""
-        self.group.lose(name)
+    def on_joined(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener(name)`, from another thread, for every peer that joins from now on, or joins again after it
+        was lost, while the generation runs."""
+        self.group.on_joined(listener)
 
-    def give_up(self, name: str, stuck: str = "") -> None:
-        """Removes `name`, which rank 0 found dead, silent or `stuck`, as that text says, and has the gang replace its
+    def give_up(self, peer: Peer | str, stuck: str = "") -> None:
+        """Removes `peer`, which rank 0 found dead, silent or `stuck`, as that text says, and has the gang replace its
         worker. A stuck one counts as a failure. Raises UsageError for a name that no member has."""
-        self.group.give_up(name, stuck)
+        self.group.give_up(peer, stuck)
+
+    def replace(self, peer: Peer | str) -> None:
+        """Removes `peer`, and has the gang end its worker and start another one, which joins. Only rank 0 may call it,
+        for a member of an elastic role; otherwise it raises UsageError."""
+        self.group.replace(peer)
 
     def require_peers(self, role: str) -> None:
         """Raises PeerLostError if no peer with `role` is left, unless a drain is ordered within two leases."""
@@ -414,10 +428,11 @@ class Context(Generic[S]):
         return choose_device(self.settings.device, "DEVICE")
 
     def seed(self, *extra: int) -> int:
-        """A seed that depends on SEED, this rank, the generation and `extra`. Python's, numpy's and torch's generators
-        are seeded with `seed()` before the function is called."""
+        """A seed that depends on SEED, this rank, the generation that the worker was started for, and `extra`. If that
+        is none, since it joins one later, the seed depends on its role and ordinal instead. Python's, numpy's and
+        torch's generators are seeded with `seed()` before the function is called."""
         # the number of `extra`: otherwise a 0 at their end would change nothing
-        return mixed_seed(self.settings.seed, self.rank, self.generation, *extra, *([len(extra)] if extra else []))
+        return mixed_seed(self.settings.seed, *self._seeds, *extra, *([len(extra)] if extra else []))
 
 
 def _number(value: Any) -> Any:

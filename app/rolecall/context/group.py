@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from rolecall import telemetry
@@ -16,47 +17,171 @@ from rolecall.context.queues import Queues
 from rolecall.context.transport import Transport
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare.spec import Job
-from rolecall.declare.task import Peer
+from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import PeerLostError, UsageError
-from rolecall.wire.dispatch import Dispatcher
+from rolecall.wire.session import Session, serving
 
 Answers = queue.SimpleQueue[tuple[str, Any]]
 
 
 class Group:
-    """The members of a generation, as the member `me` sees them. `rpc.connect` sets the `transport`."""
+    """The members of the generation that this worker is a part of, as it sees them. `begin` makes it a part of one,
+    `connect` and `open` give it what carries its calls, and `end` takes it out again; after that it may begin anew.
+
+    Without an `attachment` it is no part of a generation yet, and whoever asks for its peers waits.
+    """
 
     def __init__(
         self,
         settings: Settings,
-        me: Peer,
-        members: tuple[Peer, ...],
+        attachment: Attachment | None,
         *,
-        generation: int,
         job: Job | None,
         supervision: Supervision,
         watchdog: Watchdog,
-        lost: Iterable[str],
     ) -> None:
-        self.settings, self.me, self.members, self.generation, self.job = settings, me, members, generation, job
-        self.lost = set(lost)
+        self.settings, self.job, self.supervision, self.watchdog = settings, job, supervision, watchdog
+        self.session: Session | None = None  # the newest
+        self.transport: Transport | None = None  # None while the worker cannot call its peers
+        self.lost = set[str]()
         self.mapped = set[str]()  # peers that CUDA tensors can be sent to
-        self.transport: Transport | None = None
-        self.dispatcher: Dispatcher | None = None
         self.queues = Queues()  # that this member owns
         self.logger = telemetry.log()
-        self.supervision, self.watchdog, self.drain_ordered = supervision, watchdog, threading.Event()
+        self.drain_ordered = threading.Event()
+        self._attachment: Attachment | None = None
+        self._transport: Transport | None = None  # of the session, also while its workers meet
+        self._waits = attachment is None  # calls wait for the transport
+        self._was_open = False
+        self._changed = threading.Condition(threading.RLock())  # for all of the above
         self._elastic = {role.name for role in (job.roles if job else ()) if role.elastic}
-        self._listeners: list[Callable[[str], None]] = []
+        self._on_lost: list[Callable[[str], None]] = []
+        self._on_joined: list[Callable[[str], None]] = []
         self._answers: weakref.WeakSet[Answers] = weakref.WeakSet()  # of `call_each`, under way
         self._lock = threading.Lock()  # for `_answers`
+        if attachment:
+            self.begin(attachment)
+
+    # ---- the generation
+
+    def begin(self, attachment: Attachment) -> Session:
+        """The worker becomes a part of a generation, whose workers are about to meet. Returns its session."""
+        with self._changed:
+            self._waits = self._waits or self.session is not None
+            session = self.session = Session(attachment.generation, attachment.me.join)
+            self._attachment, self.lost = attachment, set(attachment.lost)
+            self.mapped.clear()
+            self.watchdog.forget_peers()
+            self.drain_ordered.clear()
+            self._changed.notify_all()
+        session.on_end(self._ended)
+        return session
+
+    def connect(self, transport: Transport, session: Session) -> None:
+        """The workers of `session` begin to meet, by `transport`, which is told from now on who is lost or joins."""
+        with self._changed:
+            if session is not self.session:
+                return
+            self._transport = transport
+            for peer in self.members:
+                transport.joined(peer)
+                if peer.name in self.lost:
+                    transport.lose(peer)
+
+    def open(self, session: Session) -> None:
+        """They have met: peers can be called. Raises PeerLostError if the session has ended."""
+        with self._changed:
+            if session is not self.session or session.ended:
+                raise session.error()
+            self.transport, self._was_open = self._transport, True
+            self._changed.notify_all()
+
+    def use(self, transport: Transport | None) -> None:
+        """Calls go by `transport`, without a meeting."""
+        self.transport = self._transport = transport
+
+    def _ended(self) -> None:
+        with self._changed:
+            self.transport = self._transport = None
+            self._changed.notify_all()
+
+    @property
+    def attachment(self) -> Attachment:
+        """The worker's part in the generation, or in that which has ended. Waits for the first one."""
+        return self._attachment or self._first_attachment()
+
+    def _first_attachment(self) -> Attachment:
+        with self._waiting():
+            self._changed.wait_for(lambda: self._attachment is not None)  # bounded by the supervisor
+            assert self._attachment is not None
+            return self._attachment
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The block waits for a generation, with the lock held. The supervisor is told that the worker needs one."""
+        self.supervision.report_loaded()
+        with self.watchdog.waiting(), self._changed:
+            yield
+
+    @property
+    def newest(self) -> Attachment | None:
+        """As `attachment`; None if there was none yet."""
+        return self._attachment
+
+    def has_lost_rank0(self) -> bool:
+        """Whether the connection to rank 0 has broken: the generation ends, or has ended."""
+        transport = self._transport
+        return transport is None or transport.has_lost(self.members[0].name)
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this is rank 0, which is a part of its generation from the start."""
+        return self._attachment is not None and self._attachment.me.rank == 0
+
+    @property
+    def me(self) -> Peer:
+        """This member."""
+        return self.attachment.me
+
+    @property
+    def members(self) -> tuple[Peer, ...]:
+        """The members, in order of rank."""
+        return self.attachment.members
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation."""
+        return self.attachment.generation
 
     @property
     def connected(self) -> Transport:
-        """The transport. Raises RuntimeError before it is there."""
-        if self.transport is None:
+        """What carries this thread's calls. Waits while the workers meet.
+
+        Raises PeerLostError if the generation has ended, or that of the call which this thread carries out, and
+        RuntimeError if nothing connects this worker.
+        """
+        transport = self.transport or self._opened()
+        session = serving.get()
+        if session is not None and session.ended:
+            raise session.error()
+        return transport
+
+    def _opened(self) -> Transport:
+        if self.session is None:
+            self.attachment  # noqa: B018  waits, and says so
+        elif not self._waits and not self.session.ended:
             raise RuntimeError("this context is not connected to any peer")
-        return self.transport
+
+        def settled() -> bool:
+            session = serving.get()
+            over = self.session is not None and self.session.ended and self._was_open
+            return self.transport is not None or over or (session is not None and session.ended)
+
+        with self._waiting():
+            self._changed.wait_for(settled)  # bounded by CONNECT_TIMEOUT, and by the supervisor
+            if self.transport is not None:
+                return self.transport
+            assert self.session is not None
+            raise (serving.get() or self.session).error()
 
     def peers(self, role: str) -> list[Peer]:
         """See `Context.peers`."""
@@ -73,54 +198,124 @@ class Group:
             self._answers.add(answers)
         return answers
 
-    # ---- lost peers
+    # ---- peers that join or are lost
 
-    def lose(self, name: str) -> None:
-        """Removes `name` from this generation: its calls are refused, and calls to it are given up."""
-        if name not in self.lost:
-            self._remove(name)
-            if self.transport is not None:
-                self.transport.lose(name)
+    def update(self, attachment: Attachment) -> None:
+        """Who is in the generation now, as the supervisor says."""
+        joined, lost = list[Peer](), list[Peer]()
+        with self._changed:
+            if self._attachment is None or attachment.generation != self._attachment.generation:
+                return  # of one that the worker has left
+            before = {peer.name: peer for peer in self._attachment.members}
+            for peer in attachment.members:
+                known = before.get(peer.name)
+                if known is None or known.join < peer.join:
+                    joined.append(peer)
+                    if known is not None and peer.name not in self.lost:
+                        lost.append(known)  # and is back already
+            members = tuple(_newer(peer, before.get(peer.name)) for peer in attachment.members)
+        for peer in lost:
+            self.lose(peer)
+        with self._changed:
+            assert self._attachment is not None
+            self._attachment = replace(self._attachment, members=members)
+            self.lost -= {peer.name for peer in joined}
+            transport = self._transport
+        for peer in joined:
+            self.watchdog.forget_peer(peer.name)
+            if transport is not None:
+                transport.joined(peer)
+        for peer in members:
+            if peer.name in attachment.lost:
+                self.lose(peer)
+        for peer in joined:
+            if peer.name not in self.lost:
+                for listener in self._on_joined:
+                    listener(peer.name)
 
-    def _remove(self, name: str) -> None:
-        """Counts `name` as lost, and tells those that wait for it."""
-        self.lost.add(name)
+    def lose(self, peer: Peer) -> bool:
+        """Removes `peer` from the generation: its calls are refused, and calls to it are given up. Returns False if it
+        was lost before, or has joined again."""
+        if not self._remove(peer):
+            return False
+        if self._transport is not None:
+            self._transport.lose(peer)
+        return True
+
+    def _remove(self, peer: Peer) -> bool:
+        """Counts `peer` as lost, and tells those that wait for it."""
+        with self._changed:
+            if peer.name in self.lost or peer not in self.members:
+                return False
+            self.lost.add(peer.name)
         with self._lock:
             under_way = list(self._answers)
         for answers in under_way:
-            answers.put((name, None))
-        for listener in self._listeners:
-            listener(name)
+            answers.put((peer.name, None))
+        for listener in self._on_lost:
+            listener(peer.name)
+        return True
 
-    def give_up(self, name: str, stuck: str = "") -> None:
+    def member(self, to: Peer | str) -> Peer:
+        """The member of that name, or `to` itself. Raises UsageError for a name that no member has."""
+        name = to if isinstance(to, str) else to.name
+        for peer in self.members:
+            if peer.name == name:
+                return peer if isinstance(to, str) else to
+        raise UsageError(f"no peer {name!r} in this generation ({', '.join(peer.name for peer in self.members)})")
+
+    def give_up(self, to: Peer | str, stuck: str = "") -> None:
         """See `Context.give_up`."""
-        peer = next((peer for peer in self.members if peer.name == name), None)
-        if peer is None:
-            raise UsageError(f"no peer {name!r} in this generation ({', '.join(peer.name for peer in self.members)})")
-        if name in self.lost:
-            return
-        report = functools.partial(self.supervision.report_lost, peer.role, peer.ordinal)
-        if stuck and self.me.rank == 0:
-            self._remove(name)
-            self.connected.end_stuck(name, stuck, otherwise=report)
-        else:
-            self.lose(name)
-            report()
+        peer = self.member(to)
+        if self.session is None or self.session.ended:
+            return  # with which all are lost
+        if not (stuck and self.is_rank0):
+            if self.lose(peer):
+                self.supervision.report_lost(peer)
+        elif self._remove(peer):
+            self.connected.end_stuck(peer, stuck, otherwise=lambda: self.supervision.report_lost(peer))
 
-    def disconnected(self, name: str, error: PeerLostError) -> None:
-        """The connection to `name` has closed. A member of an elastic role is given up; the supervisor of
-        another one reports how its worker ended."""
+    def replace(self, to: Peer | str) -> None:
+        """See `Context.replace`."""
+        peer = self.member(to)
+        if not self.is_rank0:
+            raise UsageError(
+                f"replace({peer.name!r}): only rank 0 has members replaced; call a method of rank 0 for it"
+            )
+        if peer.role not in self._elastic:
+            raise UsageError(
+                f"replace({peer.name!r}): {'this is rank 0' if peer == self.me else f'the role {peer.role} is fixed'}; "
+                "only a member of an elastic role can be replaced (Role(minimum=...))"
+            )
+        if self.lose(peer):
+            self.supervision.report_lost(peer, replace=True)
+
+    def disconnected(self, name: str, join: int, error: PeerLostError) -> None:
+        """The connection to `name`, as its part number `join`, has closed. A member of an elastic role is given up; the
+        supervisor of another one reports how its worker ended."""
         peer = next((peer for peer in self.members if peer.name == name), None)
-        if peer and peer.role in self._elastic and name not in self.lost:
-            self.logger.warning("peer given up", peer=name, problem=str(error))
-            self.give_up(name)
+        if peer is None or peer.role not in self._elastic or name in self.lost:
+            return
+        self.logger.warning("peer given up", peer=name, problem=str(error))
+        if join > peer.join:  # the supervisor has not said yet that it is back
+            self.supervision.report_lost(replace(peer, join=join))
+        else:
+            self.give_up(replace(peer, join=join))
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """See `Context.on_lost`."""
-        self._listeners.append(listener)
+        self._on_lost.append(listener)
+
+    def on_joined(self, listener: Callable[[str], None]) -> None:
+        """See `Context.on_joined`."""
+        self._on_joined.append(listener)
 
     def require_peers(self, role: str) -> None:
         """See `Context.require_peers`."""
         # the gang ends such a generation, or drains it
         if not self.peers(role) and not self.drain_ordered.wait(2 * self.settings.lease_seconds):
             raise PeerLostError(f"no {role} is left")
+
+
+def _newer(peer: Peer, known: Peer | None) -> Peer:
+    return known if known is not None and known.join > peer.join else peer

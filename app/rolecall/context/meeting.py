@@ -6,6 +6,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rolecall.wire import codec
 from rolecall.wire.calls import Wire
 from rolecall.wire.connecting import Acceptor, Address, Dialer, Identity, Tls, machine_id
 from rolecall.wire.messages import Deadline, Request
+from rolecall.wire.session import Session
 
 SWITCH_SECONDS = 0.001  # after which a thread that computes in Python lets one that serves a call run
 PORT_WAIT_SECONDS = 0.1
@@ -32,52 +34,66 @@ def meet(
     directory: Path,
     tunnel: Callable[[], TunnelClient] | None,
     host: str,
-    open_store: Callable[[], int],
+    session: Session,
     with_store: bool,
 ) -> tuple[Wire, int]:
-    """Connects this worker to those of its generation, and sets the context's transport. `directory` is where its
-    socket is made; `tunnel` opens a connection to the rank's tunnel, None with TLS=off; `host` is where peers reach
-    this rank. `open_store` starts the torch store at rank 0, if a peer asks for it; before they meet, if `with_store`.
-    Returns the wire, and the store's port, 0 if it is not started.
+    """Connects this worker to those of its generation, from now on to the end of the `session`, and sets the context's
+    transport. `directory` is where its socket is made; `tunnel` opens a connection to the rank's tunnel, None with
+    TLS=off; `host` is where peers reach this rank. Rank 0 starts the torch store if a peer asks for it; before they
+    meet, if `with_store`. Returns the wire, and the store's port, 0 if it is not started.
 
-    Raises UsageError for a port that stays taken, and PeerLostError if not all members come within CONNECT_TIMEOUT.
+    Raises UsageError for a port that stays taken, and PeerLostError if not all members come within CONNECT_TIMEOUT, or
+    if the session ends.
     """
-    settings, group = context.settings, context.group
+    settings, group, services = context.settings, context.group, context.services
     sys.setswitchinterval(SWITCH_SECONDS)
     codec.arrive_on(context.device)
-    rank0 = context.members[0].name
-    me = Identity(context.me.name, registry.name_of(settings.job), context.generation, settings.lease_seconds)
+    rank0, me = context.members[0].name, _identity(context, session)
     tls = Tls(tunnel, me.job, settings.master_addr) if tunnel else None
-    dialer = Dialer(me, tls, tunnel, rank0=rank0, always_tls=settings.tls == "always", seconds=settings.connect_timeout)
-    present = frozenset(peer.name for peer in context.members if peer.name not in group.lost)
-    services = Services(present, context.supervision, context.progress, open_store)
-    wire = Wire(me.name, dialer, services, max_message_bytes=settings.max_message_bytes, lost=group.disconnected)
-    wire.dispatcher.offer(context.shares)
-    acceptor = Acceptor(me, tls, wire.accept)
+    dialer = Dialer(
+        me,
+        tls,
+        tunnel,
+        rank0=rank0,
+        always_tls=settings.tls == "always",
+        seconds=settings.connect_timeout,
+        session=session,
+    )
+    wire = Wire(
+        me.name,
+        dialer,
+        context.dispatcher,
+        max_message_bytes=settings.max_message_bytes,
+        lost=group.disconnected,
+        session=session,
+    )
+    transport = WireTransport(wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout)
+    group.connect(transport, session)
+    if wire.me == rank0:
+        services.expect()
+    acceptor = Acceptor(me, tls, wire.accept, session)
     port = settings.port
-    path = "" if settings.tls == "always" else str(directory / f"wire-{context.generation}")
+    path = "" if settings.tls == "always" else str(directory / f"wire-{me.generation}-{me.join}")
     with Timer() as timer:
         if path:
             acceptor.listen_unix(Path(path))
         if tunnel:
             acceptor.listen_tunnel(tunnel())
         else:
-            port = _listen(acceptor, settings, first=context.me.rank == 0)
-        here = Address(me.name, host, port, path, machine_id())
+            port = _listen(acceptor, settings, first=wire.me == rank0)
+        here = Address(me.name, host, port, path, machine_id(), me.join)
         first_port = settings.rank0_port if tunnel else settings.rank0_plain_port
         dialer.addresses = {rank0: Address(rank0, settings.master_addr, first_port)}
         if with_store and wire.me == rank0:
             services.store_port()
         met = _meet(wire, services, here, rank0, settings.connect_timeout)
         dialer.addresses = {address.name: address for address in met.addresses}
+        dialer.find = partial(_find, wire, services, rank0, settings.connect_timeout)
         if wire.me != rank0:
             # not waited for: rank 0 may be too busy to answer as soon as it has the last one
             seconds = settings.connect_timeout
             wire.call(rank0, Request("ready", (wire.me,), {}, seconds, internal=True), Deadline(seconds))
-    group.transport = WireTransport(
-        wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout
-    )
-    group.dispatcher, group.queues = wire.dispatcher, services.queues
+    group.open(session)
     context.metrics.rpc_connect_seconds.set(timer.seconds)
     return wire, met.store_port
 
@@ -99,6 +115,23 @@ def _meet(wire: Wire, services: Services, here: Address, rank0: str, seconds: fl
     wire.forget_link(rank0)  # from now on by the shorter way, if there is one
     addresses, store_port = answer
     return Met(tuple(Address(*address) for address in addresses), store_port)
+
+
+def _identity(context: Context[Any], session: Session) -> Identity:
+    job, lease = registry.name_of(context.settings.job), context.settings.lease_seconds
+    return Identity(context.me.name, job, session.generation, lease, session.join)
+
+
+def _find(wire: Wire, services: Services, rank0: str, seconds: float, peer: str, join: int) -> Address:
+    """Where a member is that has come after the others: rank 0 knows it. Raises PeerLostError."""
+    setting = f"CONNECT_TIMEOUT={seconds:g}"
+    try:
+        if wire.me == rank0:
+            return services.address(peer, join).result(seconds)
+        request = Request("address", (peer, join), {}, seconds, internal=True)
+        return Address(*wire.call(rank0, request, Deadline(seconds, setting)).result())
+    except (TimeoutError, CallTimeoutError) as error:
+        raise PeerLostError(f"{peer} has not connected to rank 0 within {setting}") from error
 
 
 def _listen(acceptor: Acceptor, settings: Settings, first: bool) -> int:

@@ -11,6 +11,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare.spec import Job
+from rolecall.declare.task import Peer
 
 Curve = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]
 
@@ -27,8 +28,17 @@ class Supervision:
     def value(self, name: str, step: int, value: float) -> None:
         """A value that the job logs under a name of its own, for the run's sinks."""
 
-    def report_lost(self, role: str, ordinal: int) -> None:
-        """Rank 0 found a peer dead or silent."""
+    def report_loaded(self) -> None:
+        """This worker, which has no generation yet, has made its role's object, or needs its peers for that."""
+
+    def report_connected(self, generation: int, join: int) -> None:
+        """This worker has met its peers of `generation`, as its part number `join`."""
+
+    def report_detached(self, generation: int, join: int, problem: str = "") -> None:
+        """This worker is no part of `generation` any more: as ordered, or because of `problem`."""
+
+    def report_lost(self, peer: Peer, replace: bool = False) -> None:
+        """Rank 0 found a peer dead or silent; with `replace`, it wants another worker in its place."""
 
     def report_stuck(self, problem: str) -> None:
         """This process is stuck: its supervisor logs its stacks, and ends it."""

@@ -23,7 +23,7 @@ LAST_CHECKPOINT_PAUSE_SECONDS = 5.0
 
 
 class Training:
-    """The steps of one generation. Only rank 0 has a `saver`; the other ranks forward what they log to it."""
+    """The steps of one worker. Only rank 0 has a `saver`; the other ranks forward what they log to it."""
 
     def __init__(self, group: Group, progress: Progress, saver: Saver | None) -> None:
         self.settings, self.job, self.saver = group.settings, group.job, saver
@@ -31,7 +31,7 @@ class Training:
         self.step = 0  # the newest that was made, or resumed from
         self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
         self.layout = group.job.layout if group.job else 1
-        self._rank, self._group, self._progress = group.me.rank, group, progress
+        self._group, self._progress = group, progress
         self._watchdog, self._supervision, self._drain_ordered = group.watchdog, group.supervision, group.drain_ordered
         self._state: State | None = None  # what `steps` saves
         self._chosen: dict[str, Any] = {}  # values of pinned settings that have none of their own
@@ -190,18 +190,18 @@ class Training:
 
     def start(self, event: TrainingStarted) -> None:
         """See `Context.start`."""
-        if self._rank == 0 and not self._start_recorded:  # otherwise `snapshot` has done so
+        if self._group.is_rank0 and not self._start_recorded:  # otherwise `snapshot` has done so
             self._start_recorded = True
             self._supervision.record("start", event.step, self._group.generation)
         self._watchdog.ready()
-        if self._rank == 0:
+        if self._group.is_rank0:
             self._progress.take(event)
         else:
             self._group.connected.forward(event)
 
     def log(self, event: StepLogged) -> None:
         """See `Context.log`."""
-        if self._rank == 0:
+        if self._group.is_rank0:
             step = self._step_of_state if event.step is None else event.step
             self._progress.take(replace(event, step=step, ended=not self._stepping))
             return

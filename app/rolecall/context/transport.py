@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from rolecall import telemetry
 from rolecall.context.progress import ProgressEvent, StepLogged
 from rolecall.context.watchdog import Watchdog
+from rolecall.declare.task import Peer
 from rolecall.wire import tracing
 from rolecall.wire.calls import Wire
 from rolecall.wire.codec import encode
@@ -29,14 +30,20 @@ class Transport(Protocol):
     def in_flight(self, to: str) -> int:
         """The calls to `to` without an answer."""
 
-    def lose(self, to: str) -> None:
-        """Closes the links to `to`: calls to it fail, and it is not called again."""
+    def lose(self, peer: Peer) -> None:
+        """Closes the links to and from `peer`: calls to it fail, and it is not called again unless it joins again."""
+
+    def joined(self, peer: Peer) -> None:
+        """`peer` is a member now: as a new part of the generation, if it was one before."""
+
+    def has_lost(self, to: str) -> bool:
+        """Whether `to` was lost, or the connection to it has broken."""
 
     def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
         """See `Context.on_disconnect`."""
 
-    def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
-        """Has the worker of `to` end as stuck, and loses it. Calls `otherwise` if it cannot be reached."""
+    def end_stuck(self, peer: Peer, problem: str, otherwise: Callable[[], None]) -> None:
+        """Has the worker of `peer` end as stuck, and loses it. Calls `otherwise` if it cannot be reached."""
 
     def forward(self, event: ProgressEvent) -> None:
         """Has rank 0 apply `event` by `Progress.take`."""
@@ -118,24 +125,32 @@ class WireTransport:
         """See `Transport.in_flight`."""
         return self.wire.in_flight(to)
 
-    def lose(self, to: str) -> None:
+    def lose(self, peer: Peer) -> None:
         """See `Transport.lose`."""
-        self.wire.lose(to, "it was lost")
+        self.wire.lose(peer.name, "it was lost", peer.join)
+
+    def joined(self, peer: Peer) -> None:
+        """See `Transport.joined`."""
+        self.wire.joined(peer.name, peer.join)
+
+    def has_lost(self, to: str) -> bool:
+        """See `Transport.has_lost`."""
+        return self.wire.has_lost(to)
 
     def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
         """See `Context.on_disconnect`."""
         self.wire.on_disconnect(to, gone)
 
-    def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
+    def end_stuck(self, peer: Peer, problem: str, otherwise: Callable[[], None]) -> None:
         """See `Transport.end_stuck`."""
         request = Request("end_stuck", (problem,), {}, EXAMINE_SECONDS, internal=True)
 
         def told(answer: Any) -> None:
             if answer.exception():
                 otherwise()
-            self.lose(to)
+            self.lose(peer)
 
-        self.wire.call(to, request, Deadline(EXAMINE_SECONDS)).add_done_callback(told)
+        self.wire.call(peer.name, request, Deadline(EXAMINE_SECONDS)).add_done_callback(told)
 
     def forward(self, event: ProgressEvent) -> None:
         """See `Transport.forward`. In order: the one before must have been answered. Waits for a score, after which the

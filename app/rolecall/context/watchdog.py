@@ -46,28 +46,25 @@ def _deadline(setting: str, seconds: float, phase_timeout: float) -> Deadline:
 class Watchdog:
     """Tracks what one worker does and since when.
 
-    A phase may take `phase_timeout` seconds. So may what rank 0 does before its training starts, which counts as
-    loading, and its first step, which may compile. A later step is stuck after `stuck_seconds` if it also takes
-    STUCK_FACTOR times as long as the longest of the last RECENT_STEPS. A step that waits for calls may take until their
-    deadlines.
+    A phase may take `phase_timeout` seconds. So may the first step, which may compile, and, with `limit_loading`, what
+    comes before training or serving, which counts as loading. A later step is stuck after `stuck_seconds` if it also
+    takes STUCK_FACTOR times as long as the longest of the last RECENT_STEPS. A step that waits for calls may take until
+    their deadlines. `waiting` for a generation counts as nothing.
     """
 
     def __init__(
         self,
         phase_timeout: float,
         stuck_seconds: float,
-        is_rank0: bool = True,
+        limit_loading: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._phase_timeout, self._stuck_seconds, self._is_rank0, self._clock = (
-            phase_timeout,
-            stuck_seconds,
-            is_rank0,
-            clock,
-        )
+        self._phase_timeout, self._stuck_seconds = phase_timeout, stuck_seconds
+        self._limit_loading, self._clock = limit_loading, clock
         self._lock = threading.Lock()
         self._phases: list[Entry] = []  # the oldest first
         self._ready = False  # loading is over
+        self._waiting = 0  # threads that wait for a generation
         self._loops = False  # a loop calls `begin`; otherwise a step begins at the end of the one before
         self._step: int | None = None  # under way
         self._since = self._began = self._looked = self._awake = clock()
@@ -92,6 +89,18 @@ class Watchdog:
             with self._lock:
                 self._phases.remove(entry)
                 self._since = self._began = self._clock()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block waits for a generation, however long that takes."""
+        with self._lock:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._awake = self._clock()
 
     def ready(self) -> None:
         """Ends the loading that no phase declares."""
@@ -178,6 +187,14 @@ class Watchdog:
         if peer:
             self._answered.add(peer)
 
+    def forget_peer(self, peer: str) -> None:
+        """Another worker of `peer` may be loading."""
+        self._answered.discard(peer)
+
+    def forget_peers(self) -> None:
+        """The worker is a part of another generation: what it has called before does not count."""
+        self._answered, self._calls = set(), set()
+
     def watch_calls(self, pending: Callable[[], list[PendingCall]]) -> None:
         """Includes calls that are not made by way of `called` in `long_calls`."""
         self._more_calls.append(pending)
@@ -197,13 +214,15 @@ class Watchdog:
             if now - self._looked > SUSPENDED_SECONDS:
                 self._awake = now
             self._looked = now
+            if self._waiting:
+                return ""
             if self._phases:
                 return self._check_phase(self._phases[0].name, now - max(self._phases[0].since, self._awake))
             if any(call.deadline > now for call in [*self._calls]):
                 return ""  # the deadline ends the wait
             seconds = now - max(self._since, self._awake)
             if not self._ready:
-                return self._check_phase("loading", seconds) if self._is_rank0 else ""
+                return self._check_phase("loading", seconds) if self._limit_loading else ""
             return "" if self._step is None else self._check_step(self._step, seconds)
 
     def _check_phase(self, name: str, seconds: float) -> str:

@@ -52,9 +52,10 @@ class Role:
 
     The workers of a role that `stays` keep their process and object when a generation ends because of others, and join
     a running one (default: those of an elastic role with a class). Those of other roles are fresh processes in each
-    generation: as they must be for a process group, whose members cannot change. `gpus` is how many GPUs each member gets to itself under
-    `rolecall run` (0: it sees none; None: it sees all). `preload` lists slow modules to import once, before workers are
-    forked.
+    generation: as they must be for a process group, whose members cannot change.
+
+    `gpus` is how many GPUs each member gets to itself under `rolecall run` (0: it sees none; None: it sees all).
+    `preload` lists slow modules to import once, before workers are forked.
     """
 
     name: str

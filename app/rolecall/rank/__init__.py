@@ -1,6 +1,7 @@
 """One rank's processes and what they send each other: supervisor, coordinator, worker, fork server.
 
 adopting.py        What the fork server imports first, and no other process
+attaching.py       Makes a worker a part of generations, one at a time, and takes it out again
 collecting.py      Rank 0's collector of traces: writes the records of all workers to CHECKPOINT_DIR/trace
 coordinator.py     The gang's coordinator, in rank 0's supervisor
 descendants.py     The processes below a process: adopts orphans, kills them all, and exits with a parent process

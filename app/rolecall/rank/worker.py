@@ -1,5 +1,5 @@
-"""The worker: one process for each rank and generation, forked from one that has imported torch. It connects, runs its
-role's function, reports the outcome to its supervisor, and exits.
+"""The worker: one process of a rank, forked from one that has imported torch. It connects to a generation, runs its
+role's function, reports the outcome to its supervisor, and exits. If its role stays, it goes on in the next one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -23,48 +22,47 @@ from filelock import FileLock
 from rolecall import config, machine, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.config import Settings
-from rolecall.context.context import Context, mixed_seed
+from rolecall.context.context import Context
 from rolecall.context.eager import lighten
 from rolecall.context.memory import keep_freed_memory
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare import registry
 from rolecall.declare.spec import Job, Role
-from rolecall.declare.task import Task
+from rolecall.declare.task import Peer, Task
 from rolecall.errors import Drained, PeerLostError, UsageError
 from rolecall.rank import stack_dump
+from rolecall.rank.attaching import Attacher
 from rolecall.rank.pipe_messages import RecordTrace, Result
 from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
 from rolecall.record.recorder import recorder
 from rolecall.record.span_file import file_name
 from rolecall.torch_rpc.connect import connect
+from rolecall.wire.session import Session
 
 KEPT_BYTES = 2**29  # of freed memory, for new tensors
 MAX_SUMMARY_BYTES = 32_000  # a summary travels in a heartbeat
+WITHOUT_GENERATION = 1  # last of the numbers that seed a worker which joins later, so that no other's are the same
 _lock: FileLock | None = None
 
 
 def main(task: Task, connection: Connection) -> None:
     """The process's entry point: runs `task`, sends the result over `connection`, and exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
-    settings, me = task.settings, task.me
-    machine.name_process(registry.name_of(task.job), me.role, me.ordinal, "worker" if task.members else "check")
+    settings, attachment = task.settings, task.attachment
+    machine.name_process(registry.name_of(task.job), task.role, task.ordinal, "check" if task.check else "worker")
     os.register_at_fork(after_in_child=functools.partial(machine.name_part, "helper"))
     if task.stacks:
         stack_dump.register(task.stacks)
-    telemetry.setup_logging(
-        settings.log_format,
-        settings.log_level,
-        role=me.role,
-        ordinal=me.ordinal,
-        generation=task.generation or None,
+    _log_as(task, attachment.generation if attachment else None)
+    watchdog = Watchdog(
+        settings.phase_timeout, settings.stuck_seconds, limit_loading=task.is_rank0 or attachment is None
     )
-    watchdog = Watchdog(settings.phase_timeout, settings.stuck_seconds, is_rank0=me.rank == 0)
-    pipe = WorkerEnd(connection, task, watchdog if task.members else None)
+    pipe = WorkerEnd(connection, task, None if task.check else watchdog)
     threading.Thread(target=pipe.report_forever, daemon=True).start()
     try:
         job = registry.get(task.job)
-        result = _work(task, job, pipe, watchdog) if task.members else check(task, job)
+        result = check(task, job) if task.check else _work(task, job, pipe, watchdog)
     except Drained as drained:
         result = Result("drained", step=drained.step)
     except (Exception, SystemExit) as error:
@@ -72,24 +70,31 @@ def main(task: Task, connection: Connection) -> None:
     pipe.end(result)
 
 
+def _log_as(task: Task, generation: int | None) -> None:
+    settings = task.settings
+    telemetry.setup_logging(
+        settings.log_format, settings.log_level, role=task.role, ordinal=task.ordinal, generation=generation
+    )
+
+
 def _settings(task: Task, job: Job) -> Settings:
     """The job's own settings class, with the values that the supervisor has, and the role, however it was given."""
-    role = task.me.role or task.settings.role
+    role = task.role or task.settings.role
     return config.load(job.settings, **{**task.settings.model_dump(), **task.values, "role": role})
 
 
 def role_of(task: Task, job: Job) -> Role:
     """The role of the task's member. Raises UsageError if the job has no such role."""
     for role in job.roles:
-        if role.name == task.me.role:
+        if role.name == task.role:
             return role
-    raise UsageError(f"this version of the job has no role {task.me.role!r}; run the same version in every rank")
+    raise UsageError(f"this version of the job has no role {task.role!r}; run the same version in every rank")
 
 
 def check(task: Task, job: Job) -> Result:
     """Runs the job's own check and imports what it names, before a gang is formed."""
     settings = _settings(task, job)
-    if job.check and task.me.role:  # otherwise once the gang has assigned one
+    if job.check and task.role:  # otherwise once the gang has assigned one
         registry.resolve(job.check)(settings)
     for role in job.roles:
         if role.run:
@@ -99,39 +104,49 @@ def check(task: Task, job: Job) -> Result:
 
 def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     settings, role = _settings(task, job), role_of(task, job)
-    is_rank0 = task.me.rank == 0
-    _seed(mixed_seed(settings.seed, task.me.rank, task.generation))
+    is_rank0, attachment = task.is_rank0, task.attachment
     torch.set_num_threads(1)  # see Context.threads
     lighten()
     keep_freed_memory(KEPT_BYTES)
     if task.directory:
         telemetry.use_directory(task.directory)
     if settings.trace and task.directory:
-        pipe.record_trace(RecordTrace(task.directory / file_name(task.generation), None))
+        path = task.directory / file_name(attachment.generation if attachment else 0)
+        pipe.record_trace(RecordTrace(path, None), attachment)
     context = Context(
         settings=settings,
-        me=task.me,
-        members=task.members,
-        generation=task.generation,
-        metrics=telemetry.build_worker([*telemetry.WORKER, *job.metrics], task.me.role, is_rank0),
+        attachment=attachment,
+        metrics=telemetry.build_worker([*telemetry.WORKER, *job.metrics], task.role, is_rank0),
         job=job,
         supervision=pipe,
+        name=Peer(task.role, task.ordinal, 0).name,
+        seeds=(job.roles.index(role), task.ordinal, WITHOUT_GENERATION),
         checkpoints=_checkpoints(task, pipe) if is_rank0 else None,
-        lost=task.lost,
         watchdog=watchdog,
     )
+    _seed(context.seed())
     context.metrics.evaluating.set(0)  # the previous worker may have been killed during an evaluation
-    threading.Thread(target=pipe.obey_forever, args=(context,), daemon=True).start()
-    with recorder.span("connecting"):
+
+    def connect_in(session: Session) -> None:
+        _log_as(task, session.generation)
         assert task.directory is not None
-        connect(context, task.directory, task.tunnel)
-    pipe.connected()
+        with recorder.span("connecting"):
+            connect(context, task.directory, task.tunnel, session)
+
+    stays = any(spec.stays for spec in registry.roles(job, settings) if spec.name == role.name)
+    attacher = Attacher(context, connect_in, stays=stays and not is_rank0)
+    threading.Thread(target=pipe.obey_forever, args=(context, attacher), daemon=True).start()
+    if attachment:
+        attacher.meet()
     if not job.rpc:
         watchdog.ready()  # nothing else ends its loading
-    summary = _run(context, role)
+    run = _make(context, role, attacher)
     if not is_rank0:
-        watchdog.ready()
-        context.serve_turns()
+        if attachment is None:
+            watchdog.ready()
+            pipe.report_loaded()
+        attacher.run_forever(run)
+    summary = run() if run else None
     if summary is not None and not isinstance(summary, Mapping):
         raise UsageError(
             f"role {role.name}: its function returns a {type(summary).__name__}; return a dict, or nothing"
@@ -148,17 +163,16 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     return Result("finished", step=context.step, summary=finished)
 
 
-def _run(context: Context[Any], role: Role) -> Any:
-    """Makes the role's object, if it is a class, and serves its calls; runs it. Returns what that returns."""
+def _make(context: Context[Any], role: Role, attacher: Attacher) -> Callable[[], Any] | None:
+    """Makes the role's object, if it is a class. Returns what is to be run."""
     run: Any = registry.resolve(role.run) if role.run else None
-    dispatcher = context.group.dispatcher
     if not inspect.isclass(run):
-        if dispatcher:
-            dispatcher.serve(None, f"role {role.name} has no class, and so no methods")
-        return run(context) if run else None
+        refusal = f"role {role.name} has no class, and so no methods"
+        attacher.made(functools.partial(context.dispatcher.serve, None, refusal))
+        return functools.partial(run, context) if run else None
     target: Any = cast(Any, run)(context)
-    context.serve(target)
-    return target.run() if hasattr(run, "run") else None
+    attacher.made(functools.partial(context.serve, target), getattr(target, "attached", None))
+    return cast(Callable[[], Any], target.run) if hasattr(run, "run") else None
 
 
 def _seed(seed: int) -> None:
@@ -169,7 +183,8 @@ def _seed(seed: int) -> None:
 
 
 def _checkpoints(task: Task, pipe: WorkerEnd) -> Checkpoints:
-    directory: Path = task.settings.checkpoint_dir
+    assert task.attachment is not None
+    directory, generation = task.settings.checkpoint_dir, task.attachment.generation
     global _lock
     # the previous worker may take a moment to end; the lock lives as long as this process
     try:
@@ -185,9 +200,9 @@ def _checkpoints(task: Task, pipe: WorkerEnd) -> Checkpoints:
     return Checkpoints(
         directory,
         registry.name_of(task.job),
-        task.generation,
+        generation,
         task.settings.checkpoint_keep,
         fence=fence,
         complain=lambda message: log.warning("checkpoint", problem=message),
-        begin=lambda step: pipe.record("start", step, task.generation),
+        begin=lambda step: pipe.record("start", step, generation),
     )

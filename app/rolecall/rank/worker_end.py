@@ -12,10 +12,11 @@ from rolecall.context.context import Context
 from rolecall.context.progress import Curve, Supervision
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare import loader, registry
-from rolecall.declare.task import Task
+from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.errors import ProgramError, UsageError
 from rolecall.observe.sinks.points import NAMED
 from rolecall.rank import pipe_messages, stack_dump
+from rolecall.rank.attaching import Attacher
 from rolecall.record.files import longest_work
 from rolecall.record.history import Record
 from rolecall.torch_rpc import failures, tracing
@@ -30,6 +31,7 @@ class WorkerEnd(Supervision):
     def __init__(self, connection: Connection, task: Task, watchdog: Watchdog | None) -> None:
         self._connection, self._task, self._watchdog = connection, task, watchdog
         self._lock = threading.Lock()
+        self._loaded = task.attachment is not None  # the supervisor need not be told that it is
         self._step = 0
         self._sent_at = 0.0
         self._records: list[Record] = []
@@ -74,9 +76,20 @@ class WorkerEnd(Supervision):
                 self.report_stuck(problem)
             time.sleep(REPORT_SECONDS)
 
-    def connected(self) -> None:
-        """Reports that this worker has connected to its peers."""
-        self.send(pipe_messages.Connected())
+    def report_loaded(self) -> None:
+        """Reports, once, that this worker, which has no generation, is loaded, or needs one to go on."""
+        with self._lock:
+            if not self._loaded:
+                self._loaded = True
+                self._send(pipe_messages.Loaded())
+
+    def report_connected(self, generation: int, join: int) -> None:
+        """Reports that this worker has met its peers."""
+        self.send(pipe_messages.Connected(generation, join))
+
+    def report_detached(self, generation: int, join: int, problem: str = "") -> None:
+        """Reports that this worker is no part of `generation` any more."""
+        self.send(pipe_messages.Detached(generation, join, problem))
 
     def report_step(self, step: int) -> None:
         """Keeps `step` for the next report; the first step is sent at once."""
@@ -99,9 +112,9 @@ class WorkerEnd(Supervision):
         with self._lock:
             self._records.append(Record(kind, step, time.monotonic(), float(value)))
 
-    def report_lost(self, role: str, ordinal: int) -> None:
-        """Reports a peer that was found dead or silent."""
-        self.send(pipe_messages.PeerLost(role, ordinal))
+    def report_lost(self, peer: Peer, replace: bool = False) -> None:
+        """Reports a peer that was found dead or silent, or is to be replaced."""
+        self.send(pipe_messages.PeerLost(peer, replace))
 
     def report_stuck(self, problem: str) -> None:
         """Reports that this process is stuck, and its stacks."""
@@ -126,7 +139,7 @@ class WorkerEnd(Supervision):
             return pipe_messages.Result("refused", loader.explain(error))
         if failures.is_lost(error):
             return pipe_messages.Result("lost", failures.first_line(error))
-        if not self._task.members and loader.locate(error):
+        if self._task.check and loader.locate(error):
             return pipe_messages.Result("refused", loader.explain(error))
         program = isinstance(error, ProgramError)
         return pipe_messages.Result("failed", loader.with_place(error) if program else loader.users_traceback(error))
@@ -141,7 +154,7 @@ class WorkerEnd(Supervision):
 
     # ---- orders
 
-    def obey_forever(self, context: Context[Any]) -> None:
+    def obey_forever(self, context: Context[Any], attacher: Attacher) -> None:
         """Carries out the supervisor's orders."""
         while True:
             try:
@@ -151,14 +164,21 @@ class WorkerEnd(Supervision):
             match message:
                 case pipe_messages.Drain():
                     context.drain()
-                case pipe_messages.LosePeer(name):
-                    context.lose(name)
+                case pipe_messages.Attach(attachment):
+                    attacher.attach(attachment)
+                case pipe_messages.Update(attachment):
+                    context.group.update(attachment)
+                case pipe_messages.Detach() if attacher.stays:
+                    attacher.detach()
                 case pipe_messages.RecordTrace():
-                    self.record_trace(message)
-                case pipe_messages.End():
+                    self.record_trace(message, context.group.newest)
+                case pipe_messages.End() | pipe_messages.Detach():
                     self.end()
 
-    def record_trace(self, order: pipe_messages.RecordTrace) -> None:
-        """Starts a trace of this process."""
+    def record_trace(self, order: pipe_messages.RecordTrace, attachment: Attachment | None) -> None:
+        """Starts a trace of this process, as a part of the generation that it has now."""
         task = self._task
-        tracing.record(registry.name_of(task.job), task.me, task.generation, order.path, order.seconds)
+        me, generation = Peer(task.role, task.ordinal, 0), 0
+        if attachment:
+            me, generation = attachment.me, attachment.generation
+        tracing.record(registry.name_of(task.job), me, generation, order.path, order.seconds)

@@ -1,6 +1,7 @@
 """Connects a worker to its generation: by the wire and, if the job says so, by torch's RPC.
 
-A process connects once: workers are fresh processes, and end without a shutdown.
+A process connects once for each of its parts in a generation. Torch's RPC starts once a process: workers that use it
+are fresh processes, and end without a shutdown.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ from rolecall.torch_rpc.distributed import Torch
 from rolecall.torch_rpc.store import local_address
 from rolecall.tunnel.client import TunnelClient
 from rolecall.wire.messages import Deadline, Request
+from rolecall.wire.session import Session
 
 
-def connect(context: Context[Any], directory: Path, tunnel: Path | None = None) -> None:
-    """Meets the workers of `context`'s generation: by way of the rank's `tunnel`, the folder with its sockets, if there
-    is one. `directory` is the worker's own.
+def connect(context: Context[Any], directory: Path, tunnel: Path | None = None, session: Session | None = None) -> None:
+    """Meets the workers of the generation that `context` has begun to be a part of: by way of the rank's `tunnel`, the
+    folder with its sockets, if there is one. `directory` is the worker's own; `session` is the context's newest.
 
-    Raises UsageError for a port that stays taken, and PeerLostError if not all members connect in time.
+    Raises UsageError for a port that stays taken, and PeerLostError if not all members connect in time, or if the
+    session ends.
     """
+    session = session or context.group.session
+    assert session is not None, "begin a generation first"
+    if session.ended:
+        raise session.error()
     settings, host, open_tunnel = context.settings, context.settings.bind_addr, None
     if host in ("", "0.0.0.0", "::"):
         host = local_address(settings.master_addr)
@@ -38,7 +45,7 @@ def connect(context: Context[Any], directory: Path, tunnel: Path | None = None) 
         directory=directory,
         tunnel=open_tunnel,
         host=host,
-        open_store=torch.start_store,
+        session=session,
         with_store=with_rpc,
     )
     rank0, seconds = context.rank0.name, settings.connect_timeout

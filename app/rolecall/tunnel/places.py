@@ -6,7 +6,7 @@ CONTROL = "control"  # the coordinator; and the socket in a rank's own folder th
 COORDINATOR = "coordinator"  # rank 0's socket for it
 INSIDE = "inside"  # the socket for a rank's own worker
 STORE = "store-"  # with its number, the store of a generation
-WIRE = "wire-"  # with its number, a worker's calls in a generation
+WIRE = "wire-"  # with two numbers, a worker's calls in a generation, as one of its parts in it
 TICKET = "ticket-"  # before another service's name: a ticket for it
 
 
@@ -15,6 +15,6 @@ def store(generation: int) -> str:
     return f"{STORE}{generation}"
 
 
-def wire(generation: int) -> str:
-    """The name of a worker's service for calls in `generation`."""
-    return f"{WIRE}{generation}"
+def wire(generation: int, join: int = 0) -> str:
+    """The name of a worker's service for calls in `generation`, of which it is part number `join`."""
+    return f"{WIRE}{generation}-{join}"

@@ -11,5 +11,6 @@ link.py        A link to a peer, made by the one that calls: frames go out by on
 memory.py      Reads another process's memory, so that large buffers need not pass through a socket of one machine
 messages.py    What frames carry: requests, and what a method raised
 readers.py     The threads that read a connection and run what arrives
+session.py     A worker's part in a generation, as its calls see it: what belongs to it ends with it
 tracing.py     Calls as spans of a trace, at both ends
 """

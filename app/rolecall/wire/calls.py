@@ -22,17 +22,20 @@ from rolecall.wire.late import EXAMINE_SECONDS
 from rolecall.wire.link import Link, Sockets, pair
 from rolecall.wire.messages import Deadline, Failure, Request
 from rolecall.wire.readers import Watch
+from rolecall.wire.session import Session
 
 CHECK_SECONDS = 0.2  # between two looks at the deadlines of pending calls
 Ended = Callable[[Any, Exception | None, int], None]  # with the answer, or the error; and the answer's bytes
+JOINED_AGAIN = "it has joined again"
 _NOTHING = Encoded(b"", [])
 
 
 class Connector(Protocol):
     """Opens connections to peers."""
 
-    def open(self, peer: str) -> Sockets:
-        """Connects to `peer`. Raises PeerLostError."""
+    def open(self, peer: str, join: int) -> Sockets:
+        """Connects to `peer`, which is there as its part number `join` of the generation, or a later one. Raises
+        PeerLostError."""
 
 
 @dataclass(eq=False)
@@ -53,25 +56,28 @@ class Pending:
 
 
 class Wire:
-    """The links of the member `me`. `internals` are the services that each worker offers its peers: an object whose
-    class has methods marked by `remote`. `lost(peer, error)` is called once a link that was made has broken."""
+    """The links of the member `me` in a `session`, with whose end all are closed. `dispatcher` runs the calls that
+    arrive. `lost(peer, join, error)` is called once a link that was made, to a peer's part number `join`, has broken.
+    """
 
     def __init__(
         self,
         me: str,
         connector: Connector,
-        internals: object,
+        dispatcher: Dispatcher,
         *,
         max_message_bytes: int,
-        lost: Callable[[str, PeerLostError], None] = lambda peer, error: None,
+        lost: Callable[[str, int, PeerLostError], None] = lambda peer, join, error: None,
+        session: Session | None = None,
     ) -> None:
         self.me, self._connector, self._limit, self._lost = me, connector, max_message_bytes, lost
-        self.dispatcher = Dispatcher(me, internals)
+        self.dispatcher, self._session = dispatcher, session or Session()
         self._watch = Watch()
         self._links: dict[str, Link] = {}  # to peers that this worker calls
         self._accepted: set[Link] = set()  # from peers that call this worker
         self._opening: dict[str, threading.Lock] = {}
-        self._refused: dict[str, str] = {}  # peers that are lost, and why
+        self._joins: dict[str, int] = {}  # the numbers of peers' newest parts, if they are not 0
+        self._refused: dict[str, str] = {}  # peers that are lost, as those parts, and why
         self._listeners: dict[str, list[Callable[[str], None]]] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -80,25 +86,58 @@ class Wire:
         self._due = threading.Condition()  # a call with an early deadline was made
         self._next_check = float("inf")
         threading.Thread(target=self._check_deadlines, name="wire deadlines", daemon=True).start()
+        self._session.on_end(self._close)
+
+    def _close(self) -> None:
+        """Closes all links, and ends this wire's threads."""
+        for link in [*self._accepted, *self._links.values()]:
+            link.close(self._session.problem)
+        self._watch.stop()
+        with self._due:
+            self._due.notify()
 
     # ---- links
 
     def accept(self, peer: str, sockets: Sockets) -> None:
-        """A peer has connected, to call this worker."""
-        if peer in self._refused:
-            for sock in {sockets.outgoing, sockets.incoming}:
-                sock.close()
+        """A peer has connected, to call this worker. It is refused if it is lost, or has joined again since."""
+        self.joined(peer, sockets.join)
+        if self._problem(peer, sockets.join):
+            sockets.close()
             return
         link = self._link(peer, sockets)
         self._accepted.add(link)
         link.start()
-        if problem := self._refused.get(peer):  # it was lost meanwhile
+        if problem := self._problem(peer, link.join):  # it was lost meanwhile
             link.close(problem)
+
+    def _problem(self, peer: str, join: int) -> str:
+        """Why `peer`, as its part number `join`, is neither called nor served; empty if it is."""
+        if self._session.ended:
+            return self._session.problem
+        return JOINED_AGAIN if join < self._joins.get(peer, 0) else self._refused.get(peer, "")
+
+    def joined(self, peer: str, join: int) -> None:
+        """`peer` is there as its part number `join`. If that is a new one, links of the one before are closed, and the
+        peer is not lost any more."""
+        with self._lock:
+            if join <= self._joins.get(peer, 0):
+                return
+            self._joins[peer] = join
+            self._refused.pop(peer, None)
+            old = [link for link in [*self._accepted, *self._links.values()] if link.peer == peer and link.join < join]
+            if self._links.get(peer) in old:
+                del self._links[peer]
+            listeners = self._listeners.pop(peer, [])
+        for link in old:
+            link.close(JOINED_AGAIN)
+        for gone in listeners:
+            gone(peer)
 
     def _link(self, peer: str, sockets: Sockets) -> Link:
         return Link(
             peer,
             sockets,
+            session=self._session,
             limit=self._limit,
             watch=self._watch,
             quick=self._quick,
@@ -115,15 +154,19 @@ class Wire:
         with opening:
             if link := self._links.get(peer):
                 return link
-            if problem := self._refused.get(peer):
+            join = self._joins.get(peer, 0)
+            if problem := self._problem(peer, join):
                 raise PeerLostError(f"{peer} does not answer: {problem}")
-            link = self._link(peer, self._to_self() if peer == self.me else self._connector.open(peer))
+            link = self._link(peer, self._to_self() if peer == self.me else self._connector.open(peer, join))
+            self.joined(peer, link.join)
             self._links[peer] = link
             link.start()
+            if problem := self._problem(peer, link.join):  # since it was opened
+                link.close(problem)
         return link
 
     def _to_self(self) -> Sockets:
-        calling, called = pair()
+        calling, called = (sockets._replace(join=self._joins.get(self.me, 0)) for sockets in pair())
         self.accept(self.me, called)
         return calling
 
@@ -131,12 +174,19 @@ class Wire:
         """Makes the link to `peer`, unless there is one. Raises PeerLostError."""
         self._link_to(peer)
 
-    def lose(self, peer: str, problem: str) -> None:
-        """Refuses `peer` from now on: its links are closed, and calls to it fail."""
-        self._refused[peer] = problem
+    def lose(self, peer: str, problem: str, join: int = 0) -> None:
+        """Refuses `peer`, as its part number `join`, from now on: its links are closed, and calls to it fail."""
+        with self._lock:
+            if join < self._joins.get(peer, 0):
+                return  # it has joined again
+            self._refused[peer] = problem
         for link in [*self._accepted, *self._links.values()]:
-            if link.peer == peer:
+            if link.peer == peer and link.join <= join:
                 link.close(problem)
+
+    def has_lost(self, peer: str) -> bool:
+        """Whether `peer` was lost, or its link has broken."""
+        return peer in self._refused
 
     def forget_link(self, peer: str) -> None:
         """Closes the link to `peer` without losing it: the next call makes another."""
@@ -167,15 +217,16 @@ class Wire:
         self.dispatcher.closed(link)
         problem = problem or "the connection was closed"
         error = PeerLostError(f"{link.peer} does not answer: {problem}")
-        if is_current := self._links.get(link.peer) is link:
-            self._refused.setdefault(link.peer, problem)
+        with self._lock:
+            if is_current := self._links.get(link.peer) is link and link.join >= self._joins.get(link.peer, 0):
+                self._refused.setdefault(link.peer, problem)
         for call in [call for call in list(self._pending.values()) if call.link is link]:
             self._finish(call, None, error)
-        if not is_current:
+        if not is_current or self._session.ended:
             return
         with self._lock:
             listeners = self._listeners.pop(link.peer, [])
-        self._lost(link.peer, error)
+        self._lost(link.peer, link.join, error)
         for gone in listeners:
             gone(link.peer)
 
@@ -309,7 +360,7 @@ class Wire:
     # ---- deadlines
 
     def _check_deadlines(self) -> None:
-        while True:
+        while not self._session.ended:
             while self._dropped:
                 if (dropped := self._dropped.popleft()).number in self._pending:  # its peer may not read
                     threading.Thread(target=self._give_up, args=(dropped,), daemon=True).start()
@@ -322,7 +373,8 @@ class Wire:
             wait = min(CHECK_SECONDS, max(0.0, earliest - now))
             self._next_check = now + wait
             with self._due:
-                self._due.wait(wait)
+                if not self._session.ended:
+                    self._due.wait(wait)
 
     def _late(self, call: Pending) -> CallTimeoutError:
         text = f"{call.to} has not answered {call.request.method} within {call.deadline:g} s"

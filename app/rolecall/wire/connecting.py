@@ -29,6 +29,7 @@ from rolecall.tunnel.tickets import preamble
 from rolecall.wire import memory
 from rolecall.wire.link import Sockets
 from rolecall.wire.memory import Region
+from rolecall.wire.session import Session
 
 HELLO_SECONDS = 5.0  # from a connection to the end of its hello, and from that to the link's other connection
 MAX_HELLO_BYTES = 4096
@@ -44,23 +45,27 @@ Kind = Literal["unix", "tcp", "tls"]
 
 class Address(NamedTuple):
     """Where a member's worker is reached: at the Unix socket `path` of the machine `machine`, or at its rank's `host`
-    and `port`."""
+    and `port`, as its part number `join` of the generation."""
 
     name: str
     host: str
     port: int
     path: str = ""
     machine: str = ""
+    join: int = 0
 
 
 class Hello(NamedTuple):
     """What the maker of a connection says first: who it is, whom it wants, and which connections belong together.
-    `address` and `probe` are bytes of its memory, for the other end to try to read."""
+    `join` is the number of its part in the generation, `callee_join` that of the one that it wants. `address` and
+    `probe` are bytes of its memory, for the other end to try to read."""
 
     caller: str
     callee: str
     job: str
     generation: int
+    join: int
+    callee_join: int
     link: str
     direction: Direction
     address: int = 0
@@ -75,18 +80,20 @@ class Hello(NamedTuple):
             raise ValueError("its hello has other fields") from error
         # the directions of TLS have a connection each
         known = ("out", "back") if kind == "tls" else ("both",)
-        if [type(each) for each in hello] != [str, str, str, int, str, str, int, str] or hello.direction not in known:
+        kinds = [str, str, str, int, int, int, str, str, int, str]
+        if [type(each) for each in hello] != kinds or hello.direction not in known:
             raise ValueError("its hello has other values")
         return hello
 
 
 class Identity(NamedTuple):
-    """A worker, for its peers."""
+    """A worker, for its peers: its part number `join` of a generation."""
 
     name: str
     job: str
     generation: int
     lease: float
+    join: int = 0
 
 
 def machine_id() -> str:
@@ -206,23 +213,32 @@ class _Greeting:
 
 
 class Acceptor:
-    """Takes the connections to this worker. Calls `accepted(peer, sockets)` for each link, from another thread.
+    """Takes the connections to this worker until the end of `session`. Calls `accepted(peer, sockets)` for each link,
+    from another thread.
 
     Connections that are no link cost at most MAX_GREETINGS threads, each for twice HELLO_SECONDS.
     """
 
-    def __init__(self, me: Identity, tls: Tls | None, accepted: Callable[[str, Sockets], None]) -> None:
-        self._me, self._tls, self._accepted = me, tls, accepted
+    def __init__(
+        self,
+        me: Identity,
+        tls: Tls | None,
+        accepted: Callable[[str, Sockets], None],
+        session: Session | None = None,
+    ) -> None:
+        self._me, self._tls, self._accepted, self._session = me, tls, accepted, session or Session()
         self._greetings: dict[_Greeting, None] = {}  # the oldest first
         self._halves: dict[tuple[str, str], _Greeting] = {}  # "out" connections, by caller and link
         self._lock = threading.Lock()
         self._logged_at = float("-inf")
+        self._session.on_end(self._stop_greetings)
 
     def listen_unix(self, path: Path) -> None:
         """Takes connections of this user's processes at the socket `path`."""
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         self._serve(unix_listener(path), "unix")
+        self._session.on_end(lambda: path.unlink(missing_ok=True))
 
     def listen_tcp(self, host: str, port: int) -> int:
         """Takes unencrypted connections. Returns the port. Raises OSError."""
@@ -232,39 +248,57 @@ class Acceptor:
 
     def listen_tunnel(self, tunnel: TunnelClient) -> None:
         """Takes the connections that the rank's tunnel hands over."""
-        receiver = tunnel.receive_forever(places.wire(self._me.generation))
+        receiver = tunnel.receive_forever(places.wire(self._me.generation, self._me.join))
 
         def receive() -> None:
-            while True:
-                try:
-                    message, files, _, _ = socket.recv_fds(receiver, 16, 4)
-                except OSError:
-                    return
-                if not message:
-                    return  # the tunnel has ended, and with it this rank
-                for file in files:
-                    self._begin(socket.socket(fileno=file), "tls")
+            with receiver:
+                while True:
+                    try:
+                        message, files, _, _ = socket.recv_fds(receiver, 16, 4)
+                    except OSError:
+                        return
+                    if not message:
+                        return  # the tunnel has ended, and with it this rank; or the session
+                    for file in files:
+                        self._begin(socket.socket(fileno=file), "tls")
 
-        threading.Thread(target=receive, name="wire tunnel", daemon=True).start()
+        self._read(receiver, receive, "tunnel")
 
     def _serve(self, listener: socket.socket, kind: Kind) -> None:
         def accept() -> None:
-            while True:
-                try:
-                    sock, _ = listener.accept()
-                except OSError:  # it has gone, or no file is left
-                    time.sleep(RETRY_SECONDS)
-                    continue
-                if kind == "unix" and not same_user(sock):
-                    sock.close()
-                else:
-                    self._begin(sock, kind)
+            with listener:
+                while not self._session.ended:
+                    try:
+                        sock, _ = listener.accept()
+                    except OSError:  # it has gone, or no file is left; or the session has ended
+                        if not self._session.ended:
+                            time.sleep(RETRY_SECONDS)
+                        continue
+                    if kind == "unix" and not same_user(sock):
+                        sock.close()
+                    else:
+                        self._begin(sock, kind)
 
-        threading.Thread(target=accept, name=f"wire {kind}", daemon=True).start()
+        self._read(listener, accept, kind)
+
+    def _read(self, sock: socket.socket, read: Callable[[], None], what: str) -> None:
+        """Reads `sock` in a thread, which ends, and closes it, with the session."""
+        thread = threading.Thread(target=read, name=f"wire {what}", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join(HELLO_SECONDS)  # its socket is closed then: a port is free
+
+        self._session.on_end(end)
 
     def _begin(self, sock: socket.socket, kind: Kind) -> None:
         greeting, oldest = _Greeting(sock, kind), None
         with self._lock:
+            if self._session.ended:
+                sock.close()
+                return
             if len(self._greetings) >= MAX_GREETINGS:
                 oldest = next(iter(self._greetings))
                 del self._greetings[oldest]
@@ -273,13 +307,19 @@ class Acceptor:
             oldest.stop()
         threading.Thread(target=self._greet, args=(greeting,), name="wire hello", daemon=True).start()
 
+    def _stop_greetings(self) -> None:
+        with self._lock:
+            greetings = list(self._greetings)
+        for greeting in greetings:
+            greeting.stop()
+
     def _greet(self, greeting: _Greeting) -> None:
         try:
             self._exchange(greeting)
         except (OSError, ValueError, KeyError, PeerLostError) as error:
             greeting.sock.close()
             now = time.monotonic()
-            if now - self._logged_at > LOG_REPEAT_SECONDS:
+            if now - self._logged_at > LOG_REPEAT_SECONDS and not self._session.ended:
                 self._logged_at = now
                 problem = str(error) or type(error).__name__
                 telemetry.log().info("a connection to this worker failed", problem=problem)
@@ -310,7 +350,7 @@ class Acceptor:
                 send_hello(sock, {"reads": bool(pid), **(_probe() if kind == "unix" else {})})
                 read_by_peer = bool(receive_hello(sock, end)["reads"]) if kind == "unix" else False
                 sock.settimeout(None)
-                self._accepted(hello.caller, Sockets(sock, sock, pid, read_by_peer))
+                self._accepted(hello.caller, Sockets(sock, sock, pid, read_by_peer, hello.join))
             case "out":
                 self._await_other(hello, greeting)
             case _:
@@ -322,6 +362,8 @@ class Acceptor:
             return f"this is {me.name} of {me.job}"
         if hello.generation != me.generation:
             return f"this is generation {me.generation}"
+        if hello.callee_join != me.join:
+            return f"this is part {me.join} of {me.name} in generation {me.generation}, not part {hello.callee_join}"
         return ""
 
     def _await_other(self, hello: Hello, greeting: _Greeting) -> None:
@@ -355,16 +397,16 @@ class Acceptor:
             raise
         for each in (sock, other.sock):
             each.settimeout(None)
-        self._accepted(hello.caller, Sockets(outgoing=sock, incoming=other.sock))
+        self._accepted(hello.caller, Sockets(outgoing=sock, incoming=other.sock, join=hello.join))
 
 
 # ---- the end that calls
 
 
 class Dialer:
-    """Connects to peers, whose `addresses` become known when the generation meets. `rank0` is rank 0's name. Without
-    `tls`, connections between machines are unencrypted; with `always_tls`, those of one machine are not made by Unix
-    sockets."""
+    """Connects to peers, whose `addresses` become known when the generation meets; `find(peer, join)` returns that of
+    one which has joined since, or raises PeerLostError. `rank0` is rank 0's name. Without `tls`, connections between
+    machines are unencrypted; with `always_tls`, those of one machine are not made by Unix sockets."""
 
     def __init__(
         self,
@@ -375,17 +417,26 @@ class Dialer:
         rank0: str,
         always_tls: bool,
         seconds: float,
+        session: Session | None = None,
     ) -> None:
         self._me, self._tls, self._tunnel = me, tls, tunnel
         self._rank0, self._always_tls, self._seconds = rank0, always_tls, seconds
         self.addresses: dict[str, Address] = {}
-        self._machine = machine_id()
+        self.find = self._find_nobody
+        self._machine, self._session = machine_id(), session or Session()
 
-    def open(self, peer: str) -> Sockets:
-        """See `Connector.open`. It takes CONNECT_TIMEOUT at most."""
-        end, address = time.monotonic() + self._seconds, self.addresses.get(peer)
-        if address is None:
-            raise PeerLostError(f"{peer} does not answer: it is no member of generation {self._me.generation}")
+    def _find_nobody(self, peer: str, join: int) -> Address:
+        raise PeerLostError(f"{peer} does not answer: it is no member of generation {self._me.generation}")
+
+    def open(self, peer: str, join: int) -> Sockets:
+        """See `Connector.open`. It takes CONNECT_TIMEOUT at most, after which it knows the address."""
+        address = self.addresses.get(peer)
+        if address is None or address.join < join:
+            address = self.addresses[peer] = self.find(peer, join)
+        end = time.monotonic() + self._seconds
+        return self._open(address, end)._replace(join=address.join)
+
+    def _open(self, address: Address, end: float) -> Sockets:
         if address.path and address.machine == self._machine and not self._always_tls and Path(address.path).exists():
             with contextlib.suppress(OSError, ValueError):  # another container's, by the same name
                 return self._open_unix(address)
@@ -393,9 +444,9 @@ class Dialer:
             try:
                 return self._open_pair(address, end) if self._tls else self._open_tcp(address, end)
             except (OSError, ValueError, PeerLostError) as error:
-                if time.monotonic() + RETRY_SECONDS > end:
+                if time.monotonic() + RETRY_SECONDS > end or self._session.ended:
                     place = f"{address.host}:{address.port}"
-                    raise PeerLostError(f"{peer} at {place} cannot be reached: {error}") from error
+                    raise PeerLostError(f"{address.name} at {place} cannot be reached: {error}") from error
             time.sleep(RETRY_SECONDS)  # another process's port has no event for becoming open
 
     def _open_unix(self, address: Address) -> Sockets:
@@ -406,7 +457,7 @@ class Dialer:
             sock.connect(address.path)
             if not same_user(sock):
                 raise ConnectionError("another user's socket")
-            answer = self._greet(sock, address.name, "both", secrets.token_hex(8), **_probe())
+            answer = self._greet(sock, address, "both", secrets.token_hex(8), **_probe())
             pid = _reads(sock, answer)
             send_hello(sock, {"reads": bool(pid)})
             sock.settimeout(None)
@@ -417,7 +468,7 @@ class Dialer:
         with contextlib.ExitStack() as undo:
             sock = undo.enter_context(connect((address.host, address.port), end))
             self._prepare(sock)
-            self._greet(sock, address.name, "both", secrets.token_hex(8))
+            self._greet(sock, address, "both", secrets.token_hex(8))
             sock.settimeout(None)
             undo.pop_all()
         return Sockets(sock, sock)
@@ -433,7 +484,7 @@ class Dialer:
     def _open_tls(self, address: Address, direction: Direction, link: str, end: float) -> ssl.SSLSocket:
         assert self._tls is not None
         assert self._tunnel is not None
-        service, left = places.wire(self._me.generation), max(0.1, end - time.monotonic())
+        service, left = places.wire(self._me.generation, address.join), max(0.1, end - time.monotonic())
         with contextlib.closing(self._tunnel()) as tunnel:
             ticket = tunnel.ticket(address.name, address.host, address.port, service, left)
         with contextlib.ExitStack() as undo:
@@ -441,7 +492,7 @@ class Dialer:
             self._prepare(sock)
             sock.sendall(preamble(ticket))
             secured = undo.enter_context(self._tls.client(sock, address.name, address.name == self._rank0))
-            self._greet(secured, address.name, direction, link)
+            self._greet(secured, address, direction, link)
             secured.settimeout(None)
             undo.pop_all()
         return secured
@@ -451,9 +502,13 @@ class Dialer:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         set_keepalive(sock, self._me.lease)
 
-    def _greet(self, sock: socket.socket, callee: str, direction: Direction, link: str, **probe: Any) -> dict[str, Any]:
+    def _greet(
+        self, sock: socket.socket, callee: Address, direction: Direction, link: str, **probe: Any
+    ) -> dict[str, Any]:
         me = self._me
-        hello = Hello(me.name, callee, me.job, me.generation, link=link, direction=direction, **probe)
+        hello = Hello(
+            me.name, callee.name, me.job, me.generation, me.join, callee.join, link=link, direction=direction, **probe
+        )
         send_hello(sock, hello._asdict())
         answer = receive_hello(sock, time.monotonic() + HELLO_SECONDS)
         if "problem" in answer:

@@ -11,7 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from rolecall.declare import loader
 from rolecall.declare.remote import MARK, Remote, find
@@ -21,6 +21,7 @@ from rolecall.wire.codec import decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
 from rolecall.wire.messages import MAX_RUNNING, Failure, Request, pickled
+from rolecall.wire.session import belongs_to, serving
 
 STREAM_CREDITS = 16  # items of a stream that may be on their way
 
@@ -54,14 +55,14 @@ class Call:
 
 class Dispatcher:
     """Runs calls of `internals`, this worker's own services, and of the role's object once `serve` has named it. `me`
-    is this member's name."""
+    is this member's name. It lives as long as the worker, whatever generation the calls come from."""
 
     def __init__(self, me: str, internals: object) -> None:
         self._me, self._internals = me, [internals]
         self._target: object | None = None
         self._refusal = ""  # why there is no target
         self._early: list[Call] = []  # that arrived before the target was there
-        self._turns: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[tuple[Call, Callable[..., Any]] | None] = queue.SimpleQueue()
         self._calls: dict[tuple[Link, int], Call] = {}
         self._lock = threading.Lock()
         self._running, self._waiting = 0, deque[Call]()
@@ -78,16 +79,25 @@ class Dispatcher:
             if self._admit(call):
                 threading.Thread(target=self._work, args=(call,), daemon=True).start()
 
+    def pause(self) -> None:
+        """Calls of the role's object wait until `serve` is called again."""
+        with self._lock:
+            self._target, self._refusal = None, ""
+
     def offer(self, internals: object) -> None:
         """Peers' internal calls go to `internals`, too."""
         self._internals.append(internals)
 
-    def serve_turns(self) -> NoReturn:
-        """Runs calls of methods with `turn`, as they come."""
-        while True:
-            call = self._turns.get()  # bounded by the supervisor, which ends this process
+    def serve_turns(self) -> None:
+        """Runs calls of methods with `turn`, as they come, until `stop_turns` is called."""
+        while turn := self._turns.get():  # bounded by the supervisor, which ends this process
+            call, method = turn
             if not self._is_given_up(call):
-                self._call(call, waited_ns=time.monotonic_ns() - call.arrived_ns)
+                self._call(call, method, waited_ns=time.monotonic_ns() - call.arrived_ns)
+
+    def stop_turns(self) -> None:
+        """Makes `serve_turns` return once it has run the calls before."""
+        self._turns.put(None)
 
     # ---- what arrives
 
@@ -171,7 +181,7 @@ class Dispatcher:
             return
         mark: Remote = getattr(method, MARK)
         if mark.turn:
-            self._turns.put(call)
+            self._turns.put((call, method))
         elif mark.stream:  # which lasts as long as its reader likes, and must not keep others from running
             call.credits = threading.Semaphore(STREAM_CREDITS)
             threading.Thread(target=self._stream, args=(call, method, call.credits), daemon=True).start()
@@ -180,10 +190,9 @@ class Dispatcher:
         else:
             self._call(call, method)
 
-    def _call(self, call: Call, method: Callable[..., Any] | None = None, waited_ns: int = 0) -> None:
+    def _call(self, call: Call, method: Callable[..., Any], waited_ns: int = 0) -> None:
         request = call.request
-        method = method or find(self._target, request.method)
-        assert method is not None
+        token = serving.set(call.link.session)
         try:
             with tracing.serving(request, waited_ns) as span:
                 value = method(*request.args, **request.kwargs)
@@ -192,6 +201,8 @@ class Dispatcher:
         except (Exception, SystemExit) as error:
             self._end(call, self._failure(error))
             return
+        finally:
+            serving.reset(token)
         if isinstance(value, concurrent.futures.Future):
             self._answer_later(call, value, span)
         else:
@@ -205,7 +216,7 @@ class Dispatcher:
                 threading.Thread(target=self._loop.run_forever, name="remote async", daemon=True).start()
 
         async def run() -> Any:
-            with tracing.serving(call.request) as span:
+            with belongs_to(call.link.session), tracing.serving(call.request) as span:
                 try:
                     return await method(*call.request.args, **call.request.kwargs)
                 finally:
@@ -234,7 +245,7 @@ class Dispatcher:
     def _stream(self, call: Call, method: Callable[..., Iterator[Any]], room: threading.Semaphore) -> None:
         request = call.request
         try:
-            with tracing.serving(request) as span:
+            with belongs_to(call.link.session), tracing.serving(request) as span:
                 items = method(*request.args, **request.kwargs)
                 try:
                     for item in items:

@@ -13,7 +13,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -231,6 +231,11 @@ class FrameWriter:
         """The peer has read the buffers of a frame."""
         if read := self._held.get((kind, call)):
             read.set()
+
+    def run_alone(self, function: Callable[[], object]) -> None:
+        """Calls `function` while no thread writes."""
+        with self._lock:
+            function()
 
     def close(self) -> None:
         """Ends the waits for the peer."""

@@ -19,6 +19,7 @@ from rolecall.wire.codec import Encoded
 from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
 from rolecall.wire.memory import Region
 from rolecall.wire.readers import Readers, Watch
+from rolecall.wire.session import Session
 
 MAX_IN_FLIGHT_BYTES = 128 * 2**20  # of requests without an answer; a larger one goes alone
 MAX_IN_FLIGHT = 4096  # requests without an answer
@@ -27,12 +28,19 @@ COUNT = struct.Struct("!Q")
 
 class Sockets(NamedTuple):
     """What a link is made of: a socket to write to, one to read from, which may be the same, the peer's process if its
-    memory can be read, and whether it can read this one's."""
+    memory can be read, and whether it can read this one's. `join` is the number of the peer's part in the generation.
+    """
 
     outgoing: socket.socket
     incoming: socket.socket
     pid: int = 0
     read_by_peer: bool = False
+    join: int = 0
+
+    def close(self) -> None:
+        """Closes both, of which no thread makes use any more."""
+        self.outgoing.close()
+        self.incoming.close()
 
 
 def pair() -> tuple[Sockets, Sockets]:
@@ -46,7 +54,7 @@ def pair() -> tuple[Sockets, Sockets]:
 class Link:
     """A link to the worker `peer`. `received(link, frame)` is called in a thread that may block: another one reads on
     meanwhile. `quick(link, frame)` is called before, and returns True for a frame that it has dealt with at once.
-    `closed(link, problem)` is called once.
+    `closed(link, problem)` is called once. What comes by it belongs to `session`.
     """
 
     def __init__(
@@ -54,13 +62,14 @@ class Link:
         peer: str,
         sockets: Sockets,
         *,
+        session: Session,
         limit: int,
         watch: Watch,
         quick: Callable[[Link, Frame], bool],
         received: Callable[[Link, Frame], None],
         closed: Callable[[Link, str], None],
     ) -> None:
-        self.peer, self.problem = peer, ""
+        self.peer, self.join, self.session, self.problem = peer, sockets.join, session, ""
         self._sockets = sockets
         self._reader = FrameReader(sockets.incoming, limit, sockets.pid)
         self._writer = FrameWriter(sockets.outgoing, sockets.read_by_peer)
@@ -68,7 +77,7 @@ class Link:
         self._readers = Readers(f"wire {peer}", watch, self._next, lambda frame: received(self, frame))
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
-        self._ended = False
+        self._ended = self._shut_down = self._unread = False
         self._bytes = self.in_flight = 0
 
     def start(self) -> None:
@@ -125,6 +134,9 @@ class Link:
                     return frame
         except (OSError, EOFError, ValueError, TypeError, MemoryError, struct.error) as error:  # TypeError: no failure
             self.close(str(error) or type(error).__name__)
+        with self._lock:
+            self._unread = True
+        self._close_sockets()
         return None
 
     def release(self, frame: Frame) -> None:
@@ -144,7 +156,17 @@ class Link:
         for sock in {self._sockets.outgoing, self._sockets.incoming}:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        with self._lock:
+            self._shut_down = True
+        self._close_sockets()
         self._closed(self, problem)
+
+    def _close_sockets(self) -> None:
+        """Closes the sockets once no thread uses them: their numbers may be those of other files then."""
+        with self._lock:
+            unused = self._shut_down and self._unread
+        if unused:
+            self._writer.run_alone(self._sockets.close)
 
     @property
     def ended(self) -> bool:

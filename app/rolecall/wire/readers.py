@@ -22,6 +22,7 @@ class Watch:
     def __init__(self) -> None:
         self._active = set[Readers]()
         self._wake = threading.Event()
+        self._stopped = False
         threading.Thread(target=self._look_forever, name="wire watch", daemon=True).start()
 
     def add(self, readers: Readers) -> None:
@@ -29,11 +30,16 @@ class Watch:
         self._active.add(readers)
         self._wake.set()
 
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped = True
+        self._wake.set()
+
     def _look_forever(self) -> None:
-        while True:
+        while not self._stopped:
             self._wake.wait()
             self._wake.clear()
-            while self._active:
+            while self._active and not self._stopped:
                 time.sleep(LOOK_SECONDS)
                 for readers in list(self._active):
                     self._active.discard(readers)  # before the look: `add` may come at once after it

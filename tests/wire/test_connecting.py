@@ -182,3 +182,48 @@ def test_another_user_reaches_neither_the_socket_nor_the_memory(tmp_path: Path) 
         assert words[0] == "no memory"
         assert words[1] in answers
     assert not b.wire._accepted
+
+
+def test_the_newest_part_of_a_member_calls_and_is_called(tmp_path: Path) -> None:
+    b, old, new = Worker("b_0", tmp_path), Worker("a_0", tmp_path), Worker("a_0", tmp_path, join=1)
+    for caller in (old, new):
+        caller.knows(b)
+    b.knows(old)
+    assert call(old, "b_0", "echo", 1) == call(b, "a_0", "echo", 1) == 1
+    assert call(new, "b_0", "echo", 2) == 2  # b learns of it by this call
+    until(lambda: old.lost, "the end of the link of before")
+    with pytest.raises(PeerLostError):
+        call(old, "b_0", "echo", 3)
+    assert not b.lost  # it is back
+    b.dialer.find = lambda peer, join: new.address
+    assert call(b, "a_0", "echo", 4) == 4
+    b.wire.lose("a_0", "late", 0)
+    assert call(b, "a_0", "echo", 5) == 5
+    b.wire.lose("a_0", "the test says so", 1)
+    with pytest.raises(PeerLostError, match="the test says so"):
+        call(b, "a_0", "echo", 6)
+
+
+def test_another_part_of_a_member_is_refused(tmp_path: Path) -> None:
+    a, b = Worker("a_0", seconds=0.2), Worker("b_0", join=2)
+    a.dialer.addresses["b_0"] = b.address._replace(join=1)
+    with pytest.raises(PeerLostError, match=r"this is part 2 of b_0 in generation 1, not part 1"):
+        a.wire.connect("b_0")
+
+
+def test_a_session_ends_with_all_that_belongs_to_it(tmp_path: Path) -> None:
+    a, b = Worker("a_0", tmp_path), Worker("b_0", tmp_path)
+    a.knows(b)
+    assert call(a, "b_0", "echo", 1) == 1
+    waiting = a.wire.call("b_0", Request("wait", (), {}, 0.0), Deadline(0.0))
+    assert b.member.entered.acquire(timeout=DEADLINE)
+    a.session.end()
+    with pytest.raises(PeerLostError, match="generation 1 has ended"):
+        waiting.result(DEADLINE)
+    with pytest.raises(PeerLostError, match="generation 1 has ended"):
+        call(a, "b_0", "echo", 2)
+    assert not a.lost
+    assert not (tmp_path / "a_0").exists()
+    closed = list[str]()
+    a.session.on_end(lambda: closed.append("at once"))
+    assert closed == ["at once"]

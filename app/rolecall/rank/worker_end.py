@@ -88,7 +88,8 @@ class WorkerEnd(Supervision):
         self.send(pipe_messages.Connected(generation, join))
 
     def report_detached(self, generation: int, join: int, problem: str = "") -> None:
-        """Reports that this worker is no part of `generation` any more."""
+        """Reports that this worker is no part of `generation` any more, and so has made no step."""
+        self._step = 0
         self.send(pipe_messages.Detached(generation, join, problem))
 
     def report_step(self, step: int) -> None:

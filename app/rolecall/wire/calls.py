@@ -215,7 +215,7 @@ class Wire:
     def _closed(self, link: Link, problem: str) -> None:
         self._accepted.discard(link)
         self.dispatcher.closed(link)
-        problem = problem or "the connection was closed"
+        problem = self._session.problem if self._session.ended else problem or "the connection was closed"
         error = PeerLostError(f"{link.peer} does not answer: {problem}")
         with self._lock:
             if is_current := self._links.get(link.peer) is link and link.join >= self._joins.get(link.peer, 0):

@@ -15,7 +15,7 @@ class Members(Settings):
 
 
 # region group
-class Member:
+class Member:  # of a fixed role: a fresh process in each generation, as a process group needs
     def __init__(self, context: Context[Members]) -> None:
         context.join_group("member", timeout=30)  # NCCL if each has a GPU of its own, gloo otherwise
         self.total = torch.zeros(1, device=context.device)

@@ -46,7 +46,7 @@ class Worker:
 
     def __init__(self, context: Context[Regression]) -> None:
         self.settings, self.model = context.settings, build(context.settings)
-        self.x, self.y = samples(SAMPLES, context.seed())  # its own, in every generation
+        self.x, self.y = samples(SAMPLES, context.seed())  # its own; they stay if a generation ends
 
     @remote
     def gradient(self, weights: dict[str, Tensor]) -> tuple[list[Tensor], float]:
@@ -66,6 +66,7 @@ def lead(context: Context[Regression]) -> dict[str, Any]:
     state = context.restore({"model": model, "optimizer": optimizer, "samples": 0, "error": 1.0})
     total = settings.updates * settings.workers * settings.batch
     calls = context.options(lost="answer")
+    context.on_joined(lambda name: context.logger.info("one gradient more", worker=name))
     for update in context.steps(settings.updates, until=lambda: state["error"] < GOAL, work=total, goal=GOAL):
         losses = []
         for worker, answer in calls.call_each(Worker.gradient, model.state_dict()):

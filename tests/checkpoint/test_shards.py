@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -438,6 +438,78 @@ def test_a_program_that_another_shape_has_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tests.checkpoint.test_shards.TOTAL", 44)
     with pytest.raises(UsageError, match=r"^checkpoint-000001-0000000007: the checkpoint holds tensors .*40, 3"):
         Gang(tmp_path, 2, generation=2).restore()
+
+
+# ---- members that stay
+
+
+def next_generation(share: Share, number: int = 2) -> None:
+    context: Any = share.context
+    context.group.begin(Attachment(number, context.me, context.members))
+
+
+def test_a_read_that_is_under_way_when_its_generation_ends_stops_before_the_next_one_sets_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = Gang(tmp_path, 1)
+    first.restore()
+    first.fill(1)
+    first.save(1)
+    snapshot, (share,) = checkpoint.read(checkpoint.newest_first(tmp_path)[0], "pi"), Gang(tmp_path, 1).shares
+    files, reads, goes_on = snapshot.shards["model"], threading.Event(), threading.Event()
+    reader = shards.shardfile.reader
+
+    def slow(path: Path) -> Any:
+        reads.set()
+        assert goes_on.wait(60)
+        return reader(path)
+
+    monkeypatch.setattr(shards.shardfile, "reader", slow)
+    with ThreadPoolExecutor(2) as pool:
+        old = pool.submit(share.load, snapshot.path.stem, files, {})
+        assert reads.wait(60)
+        next_generation(share)
+
+        def reset() -> float:
+            with share.reset():
+                return float(next(iter(share._rows().values())).tensors[0].abs().sum())
+
+        resets = pool.submit(reset)
+        assert not wait([old, resets], 0.1).done
+        goes_on.set()
+        problem = old.result(60)
+        assert problem is not None
+        assert problem.text.endswith("the generation has ended")
+        assert resets.result(60) == 0, "nothing was set"
+    assert share.load(snapshot.path.stem, files, {}) is None
+
+
+def test_a_checkpoint_that_an_ended_generation_began_is_given_up(tmp_path: Path) -> None:
+    gang, begun = Gang(tmp_path, 1), list[Callable[[], None]]()
+    gang.at = lambda step, begin: begun.append(begin)
+    gang.restore()
+    gang.model.begin(1)
+    (share,) = gang.shares
+    next_generation(share)
+    with share.reset():
+        begun.pop()()  # its step is made late
+    assert share._capture is None
+    gang.model.begin(2)
+    begun.pop()()
+    assert share._capture is not None
+    assert not share.changed
+
+
+def test_a_share_that_is_not_reset_is_named(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 1)
+    gang.restore()
+    (share,) = gang.shares
+    assert share.prepare({"weight": (TOTAL, 3)}) == {"weight": (0, 1, TOTAL)}
+    next_generation(share)
+    context: Any = share.context
+    context.settings = context.settings.model_copy(update={"phase_timeout": 0.01})
+    with pytest.raises(TimeoutError, match=r"model-ps_0 was not reset within PHASE_TIMEOUT=0.01 s .*`attached`"):
+        share.prepare({"weight": (TOTAL, 3)})
 
 
 def test_starting_anew_moves_the_shards_too(tmp_path: Path) -> None:

@@ -315,6 +315,11 @@ class Cluster:
     def observer(self, ordinal: int) -> Rank:
         return self.member(ordinal)
 
+    def workers(self, role: str) -> dict[str, int]:
+        """The process ids of the workers of `role`, by rank."""
+        ranks = [rank for rank in self.ranks.values() if rank.role == role]
+        return {rank.name: int(until(rank.worker, f"a worker of {rank.name}").pid) for rank in ranks}
+
     def iterations(self) -> float:
         return self.first.metric("step")
 

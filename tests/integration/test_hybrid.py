@@ -108,6 +108,20 @@ def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster
         torch.testing.assert_close(weights(saved)[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"NUM_EMBEDDINGS": "20000", "TABLE_MEMORY": "240kB"}], ids=["memory", "disk"])
+def test_kept_servers_begin_again_without_a_checkpoint(cluster: MakeCluster, options: dict[str, str]) -> None:
+    changes = {"EPOCHS": "30", "OPTIMIZER": "adagrad", "LR": "0.02", **options}
+    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="600", **changes).start(TRAINERS)
+    until(lambda: job.iterations() > 0, "a step")
+    servers = job.workers("ps")
+    job.ranks["trainer-1"].kill_worker()
+    until(lambda: job.first.metric("generation") > 1, "the next generation")
+    assert job.workers("ps") == servers
+    saved = finished(job)
+    for name, value in in_one_process(settings(**changes)).items():
+        torch.testing.assert_close(weights(saved)[name], value, rtol=1e-3, atol=3e-4)
+
+
 def test_an_interrupted_hashed_table_has_the_ids_and_rows_of_an_uninterrupted_one(cluster: MakeCluster) -> None:
     """Rows are born, forgotten and evicted all the time."""
     changes = {
@@ -166,10 +180,12 @@ def hashed_in_one_process(chosen: HybridSettings) -> list[HashedTable]:
 @pytest.mark.parametrize("victim", ["trainer-1", "ps-0", "master-0"])
 def test_a_killed_worker_ends_the_generation_and_the_next_goes_on(kept: Cluster, victim: str) -> None:
     resumed = kept.first.appears("resumed")
-    others = [until(rank.worker, "a worker").pid for rank in kept.ranks.values() if rank.name != victim]
+    servers = kept.workers("ps")
+    others = {**kept.workers("trainer"), **kept.workers("master")}
     kept.ranks[victim].kill_worker()
     until(resumed, "the next generation")
-    assert not [pid for pid in others if alive(pid)]  # also one that was in an all-reduce
+    assert not [name for name, pid in others.items() if alive(pid)]  # also one that was in an all-reduce
+    assert (kept.workers("ps") == servers) is (victim != "ps-0")
     kept.is_whole()
     # losing a peer, in a call or in an all-reduce, does not count as a failure
     assert not [rank.name for rank in kept.ranks.values() if rank.metric("worker_restarts_total", cause="failed")]

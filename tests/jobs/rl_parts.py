@@ -199,7 +199,7 @@ def by_agent(
     """The same, recorded by the agent; `together`, the groups' calls go through the policy at once."""
     observation = spaces.observation
     batcher = Batcher(actor, observation.shape, observation.dtype, wait=10.0 if together else 0.0)
-    names = [batching.Group("observer_0", number) for number in range(len(groups))]
+    names = [batching.Group("observer_0", 0, number) for number in range(len(groups))]
     with contextlib.closing(batcher):
         for version in itertools.count():
             batcher.begin({name: len(group.dones) for name, group in zip(names, groups, strict=True)}, version)
@@ -270,9 +270,10 @@ class Ranks:
         else:
             sent = None
             self.actor.load(policy)
-            name = self.context.me.name
+            name, join = self.context.me.name, self.context.me.join
             sizes = {
-                batching.Group(name, number): len(group.dones) for number, group in enumerate(self.observer.groups)
+                batching.Group(name, join, number): len(group.dones)
+                for number, group in enumerate(self.observer.groups)
             }
             self.batcher.begin(sizes, version)
         rollout = self.observer.rollout(sent, version)

@@ -133,7 +133,7 @@ def actions(answer: Future[bytes]) -> list[int]:
     return np.frombuffer(result(answer), np.int64).tolist()
 
 
-A, B, C, D = (Group(f"observer_{observer}", number) for observer in (0, 1) for number in (0, 1))
+A, B, C, D = (Group(f"observer_{observer}", 0, number) for observer in (0, 1) for number in (0, 1))
 
 
 # ---- who goes together
@@ -258,7 +258,7 @@ def test_an_error_of_act_reaches_every_caller_and_the_next_batch_goes_on(make: M
     assert actions(batcher.submit(A, message(2), False)) == [20, 30]
 
 
-@pytest.mark.parametrize("group", [Group("observer_9", 0), Group("observer_0", 2), Group("agent_0", 0)])
+@pytest.mark.parametrize("group", [Group("observer_9", 0, 0), Group("observer_0", 0, 2), Group("observer_0", 1, 0)])
 def test_an_unknown_group_is_refused(make: MakeBatcher, group: Group) -> None:
     refuse(make([A, B]), group, 0)
 
@@ -423,6 +423,16 @@ def test_a_group_that_was_lost_begins_anew(make: MakeBatcher) -> None:
     result(batcher.submit(C, message(0), True))
     (trajectory,) = batcher.trajectories("observer_1")
     assert trajectory.states[0].tolist() == [[1], [1]]
+
+
+def test_an_observer_that_joins_again_has_nothing_of_its_old_groups(make: MakeBatcher) -> None:
+    """Its late calls are refused."""
+    batcher, again = make([A], wait=0), A._replace(join=4)
+    assert first_states(batcher, A, steps=3) == [0, 0]
+    batcher.begin(of_two([again]), 1)
+    refuse(batcher, A, 0)
+    assert first_states(batcher, again) == [0, 0]
+    assert len(batcher.trajectories("observer_0")) == 1
 
 
 def test_a_call_under_way_does_not_advance_a_group_that_begins_anew(make: MakeBatcher, policy: Policy) -> None:

@@ -190,6 +190,7 @@ def server() -> TableServer:
     """A server for two trainers, with a table that is the one after 5 steps."""
     server = TableServer(context(0, optimizer="sgd"))
     server.hold(filled(server.settings))
+    server.attached(server.context)
     server.start(5, fill=False)
     return server
 

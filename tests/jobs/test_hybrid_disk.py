@@ -31,7 +31,7 @@ from rolecall.jobs.hybrid.disk_log import Scratch
 from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.sharded import ShardedTable
 from rolecall.jobs.hybrid.table import Bags, Table
-from tests.jobs.test_hybrid_sharded import Calls, make_step
+from tests.jobs.test_hybrid_sharded import Calls, attach, make_step
 
 ROWS, WIDTH, HOT = 300, 3, 16
 Tables = list[tuple[Tensor, Tensor]]  # of all servers: weights and Adagrad's squares
@@ -226,23 +226,37 @@ def test_table_memory_is_in_bytes_and_decides_what_is_hot(monkeypatch: pytest.Mo
 class Gang:
     """A master and servers with tables on disk (`hot` rows in memory) or, where it is 0, in memory."""
 
-    def __init__(self, directory: Path, servers: int = 2, hot: int = HOT, generation: int = 1, **changes: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        servers: int = 2,
+        hot: int = HOT,
+        generation: int = 1,
+        kept: Gang | None = None,
+        **changes: Any,
+    ) -> None:
+        """With the servers `kept` of the generation before, or with new ones."""
         options = chosen(servers=servers, checkpoint_dir=directory, checkpoint_keep=3, **changes)
         members = (Peer("master", 0, 0), *(Peer("ps", number, 1 + number) for number in range(servers)))
         self.servers: list[TableServer] = []
         for me in members:
+            attachment = Attachment(generation, me, (*members, Peer("trainer", 0, 1 + servers)))
             metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
             checkpoints = None if me.rank else Checkpoints(directory, "hybrid", generation)
-            everybody = (*members, Peer("trainer", 0, 1 + servers))
-            context = Context(options, Attachment(generation, me, everybody), metrics, JOB, checkpoints=checkpoints)
-            if me.rank:
+            context = Context(options, attachment, metrics, JOB, checkpoints=checkpoints)
+            if not me.rank:
+                self.master = context
+                continue
+            if kept:
+                server = kept.servers[me.ordinal]
+            else:
                 server = TableServer(context)
                 server.hold(
                     on_disk(options, me.ordinal, directory / "table", hot) if hot else Table(options, me.ordinal)
                 )
-                self.servers.append(server)
-            else:
-                self.master = context
+            attach(server, attachment)
+            self.servers.append(server)
+
         self.master.transport = Calls({server.context.me.name: server for server in self.servers})
         self.table, self.step = ShardedTable(self.master), 0
         self.step = self.master.restore({"embeddings": self.table, "step": 0})["step"]
@@ -286,7 +300,7 @@ class Gang:
 
     def close(self) -> None:
         for server in self.servers:
-            if isinstance(server.table, DiskTable):
+            if isinstance(server.table, DiskTable) and not server.table._closed:
                 server.table.close()
 
 
@@ -522,3 +536,30 @@ def test_a_slow_writer_delays_no_update(monkeypatch: pytest.MonkeyPatch, gang: C
     resumed = gang(1, generation=2)
     assert resumed.step == step
     assert torch.equal(resumed.whole, saved)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_kept_table_is_a_fresh_one_in_the_next_generation(
+    gang: Callable[..., Gang], tmp_path: Path, saves: bool
+) -> None:
+    """Also if a checkpoint was being written, and what follows is logged from the same base."""
+    first = gang()
+    first.train()
+    expected, step = (first.whole, 1) if saves else (gang(2, 0).whole, 0)
+    if saves:
+        assert first.save(busy=False)
+        first.train(2)
+        assert first.save(busy=False)
+        expected, step = first.whole, first.step
+    first.train(3)
+    first.table.begin(first.step + 1)
+    first.train(1, rows=40)
+    resumed = gang(generation=2, kept=first)
+    assert resumed.step == step
+    assert torch.equal(resumed.whole, expected)
+    resumed.train()
+    expected, step = resumed.whole, resumed.step
+    assert resumed.save()
+    assert new_bytes(tmp_path, step) <= 2 * (4096 + 12 * 20) or not saves, "a log"
+    again = gang(generation=3)
+    assert (again.step, torch.equal(again.whole, expected)) == (step, True)

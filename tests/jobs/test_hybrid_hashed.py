@@ -342,6 +342,34 @@ def test_a_resumed_training_is_the_uninterrupted_one(
     assert sum(table.alive for table in held(second)) > sum(table.alive for table in undisturbed) == 160
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_kept_table_is_a_fresh_one_in_the_next_generation(tmp_path: Path, saves: bool) -> None:
+    generator = np.random.default_rng(1)
+    pool = hashed_ids.mix(np.arange(300)).view(np.int64)
+    ids = [generator.choice(pool, 60, replace=False) for _ in range(20)]
+    same: dict[str, Any] = {"table": "hashed", "filter_ids": 2**14, "ttl": 9, "max_rows": 80}
+    first = together(tmp_path, 2, **same)
+    first.context.restore({"embeddings": first})
+    first.start(0)
+    for number in range(5):
+        step(first, ids[number])
+    if saves:
+        first.context.save(5, {"embeddings": first}, drain=False)
+        assert first.context.training.require_saver().wait(60)
+    for number in range(5, 8):
+        step(first, ids[number])
+    again = together(tmp_path, 2, 2, kept=first.context.transport.servers, **same)
+    fresh = together(tmp_path, 2, 2, **same)
+    for whole in (again, fresh):
+        whole.context.restore({"embeddings": whole})
+        whole.start(5 if saves else 0)
+        for number in range(5 if saves else 0, 20):
+            step(whole, ids[number])
+    assert torch.equal(looked_up(again, pool), looked_up(fresh, pool))
+    assert filters(again) == filters(fresh)
+    assert [table.alive for table in held(again)] == [table.alive for table in held(fresh)]
+
+
 def test_a_checkpoint_of_another_table_is_refused() -> None:
     (table,) = build(1)
     with pytest.raises(UsageError, match=r"TABLE=hashed: the checkpoint has another table \(weight \[50, 3\]\)"):

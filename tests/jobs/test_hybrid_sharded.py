@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +44,37 @@ class Calls:
         return answer
 
 
-def together(directory: Path, servers: int, **changes: Any) -> ShardedTable:
+def attach(server: TableServer, attachment: Attachment) -> None:
+    """As a worker does for each generation."""
+    server.context.group.begin(attachment)
+    server.attached(server.context)
+
+
+def together(
+    directory: Path,
+    servers: int,
+    generation: int = 1,
+    kept: dict[str, TableServer] | None = None,
+    **changes: Any,
+) -> ShardedTable:
+    """A master and servers, those that are `kept` of the generation before or new ones."""
     settings = HybridSettings(
         num_embeddings=ROWS, embedding_dim=3, servers=servers, checkpoint_dir=directory, **changes
     )
     members = (Peer("master", 0, 0), *(Peer("ps", number, 1 + number) for number in range(servers)))
-    served = {}
+    served = kept or {}
     for me in members:
-        metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
-        checkpoints = None if me.rank else Checkpoints(directory, "hybrid", 1)
-        context = Context(
-            settings,
-            Attachment(1, me, (*members, Peer("trainer", 0, 1 + servers))),
-            metrics,
-            JOB,
-            checkpoints=checkpoints,
-        )
-        if me.rank:
+        attachment = Attachment(generation, me, (*members, Peer("trainer", 0, 1 + servers)))
+        if me.name not in served:
+            metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
+            checkpoints = None if me.rank else Checkpoints(directory, "hybrid", generation)
+            context = Context(settings, attachment, metrics, JOB, checkpoints=checkpoints)
+            if not me.rank:
+                master = context
+                continue
             served[me.name] = TableServer(context)
             served[me.name].hold(build(settings, me.ordinal))
-        else:
-            master = context
+        attach(served[me.name], attachment)
     master.transport = Calls(served)
     return ShardedTable(master)
 
@@ -114,6 +126,68 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     for number in (3, 4, 5, 6):
         step(second, number)
     torch.testing.assert_close(tables(second), tables(first), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_kept_table_is_a_fresh_one_in_the_next_generation(tmp_path: Path, saves: bool) -> None:
+    """Its rows and the optimizer's state, with and without a checkpoint; the generation before ends while a step and a
+    checkpoint of a later one are under way."""
+    options: dict[str, Any] = {"checkpoint_shards": "direct"}
+    first = together(tmp_path, 2, **options)
+    first.context.restore({"embeddings": first})
+    first.start(0)
+    step(first, 1)
+    if saves:
+        first.context.save(1, {"embeddings": first}, drain=False)
+        assert first.context.training.require_saver().wait(60)
+    step(first, 2)
+    first.begin(4)
+    step(first, 3)
+    servers = first.context.transport.servers
+    for server in servers.values():  # a trainer has sent its part of the next step, and looks a later one up
+        server.add_bags(0, Bags(torch.arange(3), torch.arange(4), None))
+        waiting = server.lookup(9, Bags(torch.arange(3), torch.arange(4), None))
+    again = together(tmp_path, 2, 2, kept=servers, **options)
+    fresh = together(tmp_path, 2, 2, **options)
+    for whole in (again, fresh):
+        whole.context.restore({"embeddings": whole})
+        assert whole.restored == saves
+        whole.start(1 if saves else 0)
+    for number in range(2 if saves else 1, 10):
+        torch.testing.assert_close(tables(again), tables(fresh), rtol=0, atol=0)
+        step(again, number)
+        step(fresh, number)
+    assert not waiting.done(), "nobody waits for it"
+
+
+def test_no_row_is_restored_while_an_update_of_the_generation_before_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = together(tmp_path, 1)
+    whole.context.restore({"embeddings": whole})
+    whole.start(0)
+    (server,) = whole.context.transport.servers.values()
+    updates, goes_on, update = threading.Event(), threading.Event(), server.table.update
+
+    def slow(rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        updates.set()
+        assert goes_on.wait(60)
+        update(rows, gradient)
+
+    monkeypatch.setattr(server.table, "update", slow)
+    server.add_bags(0, Bags(torch.arange(3), torch.arange(4), None))
+    server.add_gradient(0, torch.ones(3, 3))
+    assert updates.wait(60)
+    context, me = server.context, server.context.me
+    context.group.begin(Attachment(2, me, context.members))
+    with ThreadPoolExecutor(2) as pool:
+        attaches = pool.submit(server.attached, context)
+        restores = pool.submit(context.shares.prepare, "embeddings", {"weight": (ROWS, 3), "squares": (ROWS,)})
+        assert not wait([attaches, restores], 0.1).done
+        goes_on.set()
+        attaches.result(60)
+        assert restores.result(60) == {"weight": (0, 1, ROWS), "squares": (0, 1, ROWS)}
+    assert server.step == 0
 
 
 @pytest.mark.parametrize(("after", "optimizer"), [(1, "sgd"), (3, "adagrad")])

@@ -77,7 +77,7 @@ def test_short_episodes_alone_solve_nothing() -> None:
 
 
 def test_after_a_restart_short_episodes_are_the_first_to_end_again() -> None:
-    """The environments are new, and those of short episodes push out the returns that were known."""
+    """The environments may be new, and those of short episodes push out the returns that were known."""
     score, again = (Score(10.0, "episodes", longest=200) for _ in range(2))
     score.add([episodes(*[-5.0] * MEAN_EPISODES)], steps=1000)
     again.load_state_dict(score.state_dict())
@@ -85,6 +85,15 @@ def test_after_a_restart_short_episodes_are_the_first_to_end_again() -> None:
     assert not again.solved
     again.add([[]], steps=1)
     assert again.solved
+
+
+def test_an_observer_that_joins_makes_as_many_steps_before_it_is_solved() -> None:
+    score = Score(10.0, "episodes", longest=200)
+    score.add([episodes(*[20.0] * MEAN_EPISODES)], steps=150)
+    score.add([episodes(20.0), episodes(20.0)], steps=150, first=True)
+    assert not score.solved
+    score.add([[], []], steps=50)
+    assert score.solved
 
 
 def test_one_observer_does_not_push_out_the_others() -> None:

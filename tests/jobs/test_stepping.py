@@ -241,6 +241,20 @@ def test_the_step_that_resets_may_pay_anything(monkeypatch: pytest.MonkeyPatch) 
     assert group.rewards.tolist() == [2, 0, 3, 0]
 
 
+def test_a_reset_ends_the_episodes_and_counts_them_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of an environment whose episode the last step ended."""
+    group, over = Envs(setup("Vector-v0"), 4, 5), np.array([False, True, False, True])
+    monkeypatch.setattr(Vector, "answer", (*GOOD[:2], over, np.zeros(4, bool)))
+    group.step(np.zeros(4, np.int64))
+    assert len(group.take_episodes()) == 2
+    group.reset()
+    assert not group.dones.any()
+    monkeypatch.setattr(Vector, "answer", (GOOD[0], np.full(4, 3.0), ~over, np.zeros(4, bool)))
+    group.step(np.zeros(4, np.int64))
+    assert group.rewards.tolist() == [3] * 4
+    assert group.take_episodes() == [(3.0, 1)] * 2
+
+
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8), st.sampled_from([np.float16, np.float32, np.float64]))
 @settings(deadline=None)
 def test_finite_is_finite(values: list[float], dtype: Any) -> None:

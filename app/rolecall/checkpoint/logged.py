@@ -19,7 +19,7 @@ from torch import Tensor
 from rolecall.checkpoint import shardfiles
 from rolecall.checkpoint.capture import BLOCK_BYTES, Capture, CaptureError, Rows
 from rolecall.checkpoint.owner import Owner
-from rolecall.checkpoint.shard_messages import Earlier, Order, Problem
+from rolecall.checkpoint.shard_messages import Earlier, Order
 from rolecall.checkpoint.shardfile import NUMBERS, Column, ShardError, ShardFile
 from rolecall.checkpoint.shards import Part, Share
 
@@ -70,6 +70,13 @@ class LoggedShare(Share):
         self._next: Chain | None = None  # of the one that is written, perhaps
         self._usable: Chain | None = None  # whose files can be part of the newest order's checkpoint
         super().__init__(context, name, rows, at=at)
+
+    def _give_up(self) -> None:
+        """See `Share`."""
+        super()._give_up()
+        with self._changes:
+            self._chain = self._next = self._usable = None
+            self._marks.zero_()
 
     def before(self, begin: int, end: int) -> None:
         """See `Share.before`."""
@@ -159,19 +166,18 @@ class LoggedShare(Share):
         assert isinstance(capture, ChangesCapture)
         return capture.parts()
 
-    def load(self, stem: str, files: list[ShardFile], holders: dict[str, str]) -> Problem | None:
-        """See `Share.load`. Where `files` has this very share, they are the base of the next checkpoint."""
+    def _load(self, stem: str, files: list[ShardFile], holders: dict[str, str], resets: int) -> None:
+        """See `Share`. If `files` has this very share, it is the base of the next checkpoint."""
         self._chain = self._next = None
         self._marks.zero_()
-        problem = super().load(stem, files, holders)
+        super()._load(stem, files, holders, resets)
         mine = [file for file in files if file.name.startswith(f"{self}.") and NUMBERS in file.columns]
         rows = self._rows()
         alike = all((c.total, c.first, c.step) == (rows[name].total, rows[name].first, rows[name].step)
                     for file in mine for name, c in file.columns.items() if name in rows)  # fmt: skip
         held = sum([file.columns[NUMBERS].shape[0] for file in mine])
-        if problem is None and alike and held >= len(self._marks):
+        if alike and held >= len(self._marks):
             self._chain = Chain(stem, tuple(file.name for file in mine), held - len(self._marks))
-        return problem
 
 
 class ChangesCapture(Capture):

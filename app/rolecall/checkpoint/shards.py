@@ -35,6 +35,8 @@ class Share:
     `rows()` are its tensors, by name. `prepare(shapes)` makes room for a checkpoint whose whole tensors have these
     shapes, and returns the tensors to fill; by default `rows()`. `at(step, begin)` calls `begin` once this rank has
     made `step`; by default at once, which is right if rank 0 saves between the steps.
+
+    If the role stays, its `attached` has a block `with share.reset():`.
     """
 
     def __init__(
@@ -54,7 +56,60 @@ class Share:
         self._stem = ""
         self._targets: Mapping[str, Rows] = {}
         self._lock = threading.Lock()
+        self._restoring = threading.Lock()  # one call at a time sets rows
+        # generation and join for which the share is ready; None before the first ones
+        self._ready_for: tuple[int, int] | None = None
+        self._ready = threading.Condition()
+        self._resets = 0
         context.shares.add(self)
+
+    # ---- generations
+
+    @contextlib.contextmanager
+    def reset(self) -> Iterator[None]:
+        """Surrounds what `attached` of a role that stays does with the rows: gives up the checkpoints that an ended
+        generation began to write or read. Those of the new one wait for the end of the block, which stops all changes
+        of the rows. Raises TimeoutError if a read does not end within PHASE_TIMEOUT.
+        """
+        attachment = self._attachment()
+        if self._ready_for not in (None, attachment):
+            self._resets += 1  # what began before ends by itself
+            limit = self.context.settings.phase_timeout
+            if not self._restoring.acquire(timeout=limit):
+                raise TimeoutError(f"{self}: a read did not end within PHASE_TIMEOUT={limit:g} s; is its disk hanging?")
+            self._give_up()
+            self._restoring.release()
+        yield
+        with self._ready:
+            self._ready_for = attachment
+            self._ready.notify_all()
+
+    def _give_up(self) -> None:
+        """Gives up the newest capture, and forgets earlier checkpoints."""
+        if (capture := self._capture) is not None:
+            capture.give_up("the generation has ended")
+        self._capture, self._stem, self._items = None, "", queue.Queue(1)
+        self._targets, self.changed, self._drained = {}, True, False
+
+    def _attachment(self) -> tuple[int, int]:
+        return self.context.generation, self.context.me.join
+
+    def _await_ready(self) -> int:
+        """Waits until the share is ready for this generation. Returns the number of resets before."""
+
+        def is_ready() -> bool:
+            attachment = self._attachment()
+            self._ready_for = self._ready_for or attachment  # nothing of the first one is to be reset
+            return self._ready_for == attachment
+
+        limit = self.context.settings.phase_timeout
+        with self._ready:
+            if not self._ready.wait_for(is_ready, limit):
+                raise TimeoutError(
+                    f"{self} was not reset within PHASE_TIMEOUT={limit:g} s of a new generation; a role that stays "
+                    "needs `with share.reset():` in its method `attached`"
+                )
+            return self._resets
 
     # ---- updates
 
@@ -89,7 +144,10 @@ class Share:
 
     def begin(self, order: Order) -> None:
         """Captures the rows, now or after the order's step, and sends or writes them in a thread."""
+        resets = self._await_ready()
         self.look(order)
+        if resets != self._resets:
+            return
         with self._lock:
             if self._capture is not None:
                 self._capture.give_up("a newer checkpoint was begun")
@@ -97,6 +155,8 @@ class Share:
         items = self._items
 
         def start() -> None:
+            if resets != self._resets:
+                return
             self.changed = False  # before the capture, which may lack concurrent changes
             self._capture = capture = self.captured(order)
             self._drained = order.drain
@@ -179,20 +239,32 @@ class Share:
 
     def load(self, stem: str, files: list[ShardFile], holders: dict[str, str]) -> Problem | None:
         """Reads the rows here out of `files`, here or, by name, at one of `holders`."""
+        resets = self._await_ready()
         try:
-            targets = self._prepare(shardfiles.shapes(files))
-            for file in files:
-                if not shardfiles.overlaps(file, targets):
-                    continue
-                read = shardfile.reader(self.directory / stem / file.name)
-                if file.name not in shardfiles.held(self.directory, stem, [file]):
-                    read = self._remote(stem, file, holders[file.name])
-                shardfiles.fill(file, read, targets)
+            with self._restoring:
+                self._load(stem, files, holders, resets)
         except UsageError as error:
             return Problem(str(error), usage=True)
         except ShardError as error:
             return Problem(f"{stem}: {error}")
         return None
+
+    def _load(self, stem: str, files: list[ShardFile], holders: dict[str, str], resets: int) -> None:
+        """See `load`. Raises ShardError, UsageError."""
+        targets = self._prepare(shardfiles.shapes(files))
+        for file in files:
+            if not shardfiles.overlaps(file, targets):
+                continue
+            read = shardfile.reader(self.directory / stem / file.name)
+            if file.name not in shardfiles.held(self.directory, stem, [file]):
+                read = self._remote(stem, file, holders[file.name])
+
+            def read_on(place: int, length: int, read: shardfile.Read = read) -> Tensor:
+                if resets != self._resets:
+                    raise ShardError("the generation has ended")
+                return read(place, length)
+
+            shardfiles.fill(file, read_on, targets)
 
     def _remote(self, stem: str, file: ShardFile, holder: str) -> shardfile.Read:
         """Reads a file at the rank `holder`, one block ahead."""
@@ -219,16 +291,19 @@ class Share:
 
     def prepare(self, shapes: Shapes) -> dict[str, tuple[int, int, int]] | Problem:
         """Makes room for whole tensors of these shapes. Answers which rows are here: first, step, count."""
+        self._await_ready()
         try:
-            self._targets = self._prepare(shapes)
+            with self._restoring:
+                self._targets = self._prepare(shapes)
         except UsageError as error:
             return Problem(str(error), usage=True)
         return {name: (rows.first, rows.step, len(rows)) for name, rows in self._targets.items()}
 
     def put(self, name: str, begin: int, values: Tensor) -> None:
         """Sets the rows here from `begin` on."""
-        rows = self._targets[name]
-        rows.put(values, begin, rows.first, rows.step)
+        with self._restoring:
+            rows = self._targets[name]
+            rows.put(values, begin, rows.first, rows.step)
 
 
 # ---- the shares of this process

@@ -28,7 +28,8 @@ NOT_SERVED = "has turn=True, which rank 0 never serves: the job is over once its
 class Calls:
     """Calls of a member's peers, with options: `timeout` in seconds (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no
     deadline), `lost` (see `call_each`), and `role`, which is needed if several roles have the method. `internal` calls
-    are of what each worker offers its peers, whatever its role."""
+    are of what each worker offers its peers, whatever its role. `call_each` and `call_all` call only those members that
+    are in `to`, which a caller may have prepared for, and no other that joins meanwhile."""
 
     def __init__(
         self,
@@ -36,19 +37,28 @@ class Calls:
         timeout: float = -1.0,
         lost: Lost | None = None,
         role: str = "",
+        to: Sequence[Peer] | None = None,
         *,
         internal: bool = False,
     ) -> None:
-        self._group, self._timeout, self._lost, self._role = group, timeout, lost, role
+        self._group, self._timeout, self._lost, self._role, self._to = group, timeout, lost, role, to
         self._internal = internal
 
-    def options(self, *, timeout: float | None = None, lost: Lost | None = None, role: str = "") -> Calls:
+    def options(
+        self,
+        *,
+        timeout: float | None = None,
+        lost: Lost | None = None,
+        role: str = "",
+        to: Sequence[Peer] | None = None,
+    ) -> Calls:
         """The same calls with other options."""
         return Calls(
             self._group,
             self._timeout if timeout is None else timeout,
             self._lost if lost is None else lost,
             role or self._role,
+            self._to if to is None else to,
             internal=self._internal,
         )
 
@@ -135,7 +145,7 @@ class Calls:
         if mark.stream:
             raise UsageError(f"{method.__qualname__} is a stream: call it at one peer at a time")
         group.require_peers(role)
-        called = {peer.name: peer for peer in group.peers(role)}
+        called = {peer.name: peer for peer in group.peers(role) if self._to is None or peer in self._to}
         for name in called:
             self._require_served(mark, method, name)
         answers, session = group.collect(), group.session

@@ -103,7 +103,13 @@ JOB = Job(
     settings=HybridSettings,
     roles=(
         Role("master", "rolecall.jobs.hybrid.master:Master", preload=("rolecall.jobs.hybrid.master",)),
-        Role("ps", "rolecall.jobs.hybrid.server:TableServer", "SERVERS", preload=("rolecall.jobs.hybrid.server",)),
+        Role(
+            "ps",
+            "rolecall.jobs.hybrid.server:TableServer",
+            "SERVERS",
+            preload=("rolecall.jobs.hybrid.server",),
+            stays=True,
+        ),
         Role("trainer", "rolecall.jobs.hybrid.trainer:Trainer", "TRAINERS", preload=("rolecall.jobs.hybrid.trainer",)),
     ),
     torch_rpc=False,

@@ -58,8 +58,6 @@ class HashedTable(Table):
     The address space of MAX_ROWS is reserved at once; a slot takes memory once it is used.
     """
 
-    _newest: HashedPlan | None = None  # the plan of the newest step
-
     def __init__(self, settings: HybridSettings, ordinal: int) -> None:
         """Raises UsageError if there is no memory for MAX_ROWS."""
         try:
@@ -78,6 +76,7 @@ class HashedTable(Table):
         self._free: Ids = np.zeros(0, np.int64)  # slots that were used
         self._used = self._captured = 0  # slots that were ever used; slots in the newest checkpoint
         self._dropped = 0  # rows of a checkpoint without room, not yet in the metric
+        self._newest: HashedPlan | None = None  # the plan of the newest step
         self.step = 0
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +21,26 @@ from rolecall.jobs.hybrid.table import Bags, Plan, Table
 T = TypeVar("T")
 
 
+@dataclass
+class Steps:
+    """The steps of a generation: how many were made, and what its `trainers` have sent for later ones."""
+
+    trainers: list[int]
+    made: int = 0
+    bags: dict[int, Bags] = field(default_factory=dict)  # of the next step, by trainer
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # of the vectors pooled from them, by trainer
+    first_gradient_at: float = 0.0
+    plan: Future[Plan] = field(default_factory=Future)
+    waiting: dict[int, list[tuple[Callable[[], None], float]]] = field(default_factory=dict)  # by step
+    saved: int = -1  # the step after which `begin_saving` is called
+    begin_saving: Callable[[], None] = lambda: None
+
+
 class TableServer:
-    """The table after `step` steps, the requests that wait for a later step, and the data of the next one. An error of
+    """The table after some steps, the requests that wait for a later step, and the data of the next one. An error of
     the table, in a lookup or an update, is this rank's own, and ends its process.
+
+    The process and the memory of the table stay if a generation ends; the rows are set again in each.
     """
 
     table: Table
@@ -32,18 +51,45 @@ class TableServer:
         scratch = open_scratch(context.settings, context.me.ordinal)
         table = tables.build(context.settings, context.me.ordinal, scratch)
         self.hold(table if scratch else table.to(context.device))  # rows on disk are pooled on the CPU
-        self.step = 0
-        self._trainers = [peer.ordinal for peer in context.peers("trainer")]
-        self._bags: dict[int, Bags] = {}  # of the next step, by trainer
-        self._gradients: dict[int, Tensor] = {}  # of the vectors pooled from them, by trainer
-        self._plan: Future[Plan] = Future()
-        self._first_gradient_at = 0.0
-        self._waiting: dict[int, list[tuple[Callable[[], None], float]]] = {}  # by step
-        self._saved_step = -1
-        self._begin_saving: Callable[[], None]  # after that step
-        self._lock = threading.RLock()
+        self._steps = Steps([])
+        self._calls = 0  # that use the table now
+        self._lock = threading.Condition()
+        self._pool = self._new_pool()
+
+    @staticmethod
+    def _new_pool() -> ThreadPoolExecutor:
         # one thread, because the work after a step is short, and several threads would wait for the GIL
-        self._pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+
+    def attached(self, context: Context[HybridSettings]) -> None:
+        """Drops what is left of the generation before, whose calls and updates may still run. Raises TimeoutError."""
+        with self.share.reset():
+            with self._lock:
+                self._steps = Steps([])  # without trainers no update begins
+            self._pool.shutdown(cancel_futures=True)  # an update ends at the deadlines of its disk
+            limit = self.settings.phase_timeout
+            with self._lock:
+                if not self._lock.wait_for(lambda: not self._calls, limit):
+                    raise TimeoutError(f"a call has not ended within PHASE_TIMEOUT={limit:g} s; is TABLE_DIR hanging?")
+                self._steps = Steps([peer.ordinal for peer in context.peers("trainer")])
+            self._pool = self._new_pool()
+
+    @contextlib.contextmanager
+    def _using_table(self) -> Iterator[None]:
+        """The block is a call, which goes on if its generation ends."""
+        with self._lock:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._lock.notify_all()
+
+    @property
+    def step(self) -> int:
+        """The steps that were made."""
+        return self._steps.made
 
     def hold(self, table: Table) -> None:
         """Sets the table of this server."""
@@ -58,10 +104,11 @@ class TableServer:
     @remote
     def start(self, step: int, fill: bool) -> None:
         """Starts training after `step` steps; with `fill`, the table gets its initial values."""
-        if fill:
-            self.table.fill(self.context.threads)
-        self.step = step
-        self.table.start(step)
+        with self._using_table():
+            if fill:
+                self.table.fill(self.context.threads)
+            self._steps.made = step
+            self.table.start(step)
 
     @remote
     def exchange(
@@ -71,25 +118,27 @@ class TableServer:
         `step`, and its `bags` of the step after that; either may be missing. `later` are rows [n] of further steps,
         which a table on disk reads ahead. The answer is that of `pool`, after step `step`; without bags it is empty.
         """
-        if gradient is not None:
-            self.add_gradient(trainer, gradient)
-        if bags is None:
-            return self.at(0, lambda: torch.zeros(0))  # now
-        lookup = bags.to(self.table.weight.device)
-        if later is not None:
-            self.table.prefetch(later.long())
+        with self._using_table():
+            if gradient is not None:
+                self.add_gradient(trainer, gradient)
+            if bags is None:
+                return self.at(0, lambda: torch.zeros(0))  # now
+            lookup = bags.to(self.table.weight.device)
+            if later is not None:
+                self.table.prefetch(later.long())
 
-        def pool() -> Tensor:
-            self.add_bags(trainer, lookup)  # before the answer, which the trainer's next gradient follows
-            return self.pool(lookup)
+            def pool() -> Tensor:
+                self.add_bags(trainer, lookup)  # before the answer, which the trainer's next gradient follows
+                return self.pool(lookup)
 
-        return self.at(step, pool)
+            return self.at(step, pool)
 
     @remote
     def lookup(self, step: int, bags: Bags) -> Future[Tensor]:
         """Pools `bags` after `step` steps."""
-        lookup = bags.to(self.table.weight.device)
-        return self.at(step, lambda: self.pool(lookup))
+        with self._using_table():
+            lookup = bags.to(self.table.weight.device)
+            return self.at(step, lambda: self.pool(lookup))
 
     def at(self, step: int, work: Callable[[], T]) -> Future[T]:
         """The result of `work`, which runs after step `step`: now, in this thread, or later, in the pool."""
@@ -100,8 +149,8 @@ class TableServer:
                 answer.set_result(work())
 
         with self._lock:
-            if self.step < step:
-                self._waiting.setdefault(step, []).append((respond, time.perf_counter()))
+            if self._steps.made < step:
+                self._steps.waiting.setdefault(step, []).append((respond, time.perf_counter()))
                 return answer
         respond()
         return answer
@@ -109,11 +158,12 @@ class TableServer:
     def add_bags(self, trainer: int, bags: Bags) -> None:
         """Adds the bags that `trainer` looks up for the next step. The last trainer's complete the step's plan."""
         with self._lock:
-            self._bags[trainer] = bags
-            if len(self._bags) == len(self._trainers):
+            steps = self._steps
+            steps.bags[trainer] = bags
+            if len(steps.bags) == len(steps.trainers):
                 # always in the same order, because a sum of floats depends on it
-                lookups, self._bags = [self._bags[trainer] for trainer in self._trainers], {}
-                self._plan = self._submit(self.table.plan, lookups)  # while the trainers compute
+                lookups, steps.bags = [steps.bags[trainer] for trainer in steps.trainers], {}
+                steps.plan = self._submit(self.table.plan, lookups)  # while the trainers compute
 
     def pool(self, bags: Bags) -> Tensor:
         """The sums [bags, width] of `bags`, on the CPU."""
@@ -129,13 +179,14 @@ class TableServer:
     def add_gradient(self, trainer: int, gradient: Tensor) -> None:
         """Adds the gradient [bags, width] of the vectors of `trainer`. The last trainer's starts the update."""
         with self._lock:
-            if not self._gradients:
-                self._first_gradient_at = time.perf_counter()
-            self._gradients[trainer] = gradient
-            if len(self._gradients) == len(self._trainers):
-                gradients, self._gradients = [self._gradients[trainer] for trainer in self._trainers], {}
-                self.metrics.hybrid_skew_seconds.observe(time.perf_counter() - self._first_gradient_at)
-                self._submit(self._update, gradients, self._plan)
+            steps = self._steps
+            if not steps.gradients:
+                steps.first_gradient_at = time.perf_counter()
+            steps.gradients[trainer] = gradient
+            if len(steps.gradients) == len(steps.trainers):
+                gradients, steps.gradients = [steps.gradients[trainer] for trainer in steps.trainers], {}
+                self.metrics.hybrid_skew_seconds.observe(time.perf_counter() - steps.first_gradient_at)
+                self._submit(self._update, gradients, steps.plan)
 
     def _update(self, gradients: list[Tensor], planned: Future[Plan]) -> None:
         """Makes a step with the mean of the trainers' gradients."""
@@ -147,10 +198,11 @@ class TableServer:
             self.metrics.hybrid_stall_seconds.labels("checkpoint").inc(timer.seconds)
             self.table.advance(plan, plan.gradient(pooled).div_(len(gradients)))
         with self._lock:
-            self.step += 1
-            if self.step == self._saved_step:
-                self._begin_saving()
-            waiting = self._waiting.pop(self.step, [])
+            steps = self._steps
+            steps.made += 1
+            if steps.made == steps.saved:
+                steps.begin_saving()
+            waiting = steps.waiting.pop(steps.made, [])
         for respond, since in waiting:  # before the metrics, for which no trainer waits
             self.metrics.hybrid_stall_seconds.labels("gradients").inc(time.perf_counter() - since)
             respond()
@@ -165,13 +217,13 @@ class TableServer:
         return future
 
     def _check(self, future: Future[Any]) -> None:
-        if error := future.exception():
+        if not future.cancelled() and (error := future.exception()):
             self.context.fail(error)
 
     def _save_at(self, step: int, begin: Callable[[], None]) -> None:
         """Calls `begin` after step `step`, before the next one."""
         with self._lock:
-            assert step >= self.step
-            self._saved_step, self._begin_saving = step, begin
-            if step == self.step:
+            assert step >= self._steps.made
+            self._steps.saved, self._steps.begin_saving = step, begin
+            if step == self._steps.made:
                 begin()

@@ -144,7 +144,9 @@ class Table(nn.Module):
         """Sets those of the job's metrics that only this kind of table has."""
 
     def fill(self, threads: int = 1) -> None:
-        """Initializes the rows uniformly between -1/width and 1/width, independently of the number of servers."""
+        """Initializes the rows uniformly between -1/width and 1/width, independently of the number of servers, and the
+        optimizer's state."""
+        self.squares.zero_()
         total, dim = self.settings.num_embeddings, self.settings.embedding_dim
         kept = threading.local()
 

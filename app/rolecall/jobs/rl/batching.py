@@ -24,9 +24,12 @@ BATCH_WAIT_SECONDS = 0.00005  # less than half the round trip of a call, so a la
 
 
 class Group(NamedTuple):
-    """A group of environments: its observer, and its number there."""
+    """A group of environments: its observer, and its number there. `join` is that of the observer's `Peer`: if it is
+    lost and joins again, it has other groups.
+    """
 
     observer: str
+    join: int
     number: int
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rolecall import Context, Peer, remote
+from rolecall import Context, Peer, PeerLostError, remote
 from rolecall.jobs.rl import RlSettings, envs, model
 from rolecall.jobs.rl.actor import Actor, Memory, Recorder
 from rolecall.jobs.rl.batching import Batcher, Group
@@ -25,8 +25,9 @@ from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
 
 
 class Experience(NamedTuple):
-    """The result of an iteration's rollouts: the episodes that ended at each observer, and all trajectories."""
+    """The result of an iteration's rollouts: the `observers`, the episodes that ended at each, and all trajectories."""
 
+    observers: list[Peer]
     episodes: list[list[Episode]]
     trajectories: list[Trajectory]
 
@@ -55,6 +56,7 @@ class Agent:
         context.on_lost(self.batcher.drop)
         self._sizes = envs.group_sizes(choices.num_envs, self.settings.inference)
         self._under_way: Iterator[tuple[Peer, Rollout]] | None = None
+        self._known = set[Peer]()  # observers that have made a rollout
 
     @remote
     def act(self, group: Group, message: bytes, last: bool) -> Future[bytes]:
@@ -86,7 +88,12 @@ class Agent:
             self.metrics.rl_rollout_seconds.observe(timer.seconds)
             for trajectory in experience.trajectories:
                 self.metrics.rl_policy_age_versions.observe(self.learner.version - trajectory.version)
-            score.add(experience.episodes, max(len(each.rewards) for each in experience.trajectories))
+            score.add(
+                experience.episodes,
+                max(len(each.rewards) for each in experience.trajectories),
+                first=not self._known.issuperset(experience.observers),
+            )
+            self._known.update(experience.observers)
             gauges: dict[str, Any] = {"rl_update_passes": 0.0} if score.holds else self._learn(experience.trajectories)
             state["samples"] += sum(trajectory.samples for trajectory in experience.trajectories)
             if settings.algorithm == "reinforce" and not all(experience.episodes):
@@ -127,15 +134,15 @@ class Agent:
     # ---- rollouts
 
     def _request(self) -> None:
-        """Requests the next rollouts under the current policy."""
+        """Requests the next rollouts under the current policy, of the observers that there are now."""
         policy, version = self.learner.policy_state(), self.learner.version
-        groups: dict[Group, int] = {}
+        observers, groups = self.context.peers("observer"), dict[Group, int]()
         if self.settings.inference == "agent":
             self.actor.load(policy)
-            for peer in self.context.peers("observer"):
-                groups.update({Group(peer.name, number): size for number, size in enumerate(self._sizes)})
+            for peer in observers:
+                groups.update({Group(peer.name, peer.join, number): size for number, size in enumerate(self._sizes)})
         self.batcher.begin(groups, version)
-        self._under_way = self.context.options(timeout=self.settings.rollout_timeout).call_each(
+        self._under_way = self.context.options(timeout=self.settings.rollout_timeout, to=observers).call_each(
             Observer.rollout, policy if self.settings.inference == "observer" else None, version
         )
 
@@ -145,11 +152,12 @@ class Agent:
             self._request()
         assert self._under_way is not None
         rollouts, self._under_way = dict(self._under_way), None
+        observers = sorted(rollouts, key=lambda peer: peer.rank)  # a fixed order makes a run repeatable
         episodes, trajectories = [], []
-        for observer in sorted(rollouts, key=lambda peer: peer.rank):  # a fixed order makes a run repeatable
+        for observer in observers:
             episodes.append(rollouts[observer].episodes)
             trajectories += rollouts[observer].trajectories or self.batcher.trajectories(observer.name)
-        return Experience(episodes, trajectories)
+        return Experience(observers, episodes, trajectories)
 
     def _observe_inference(self, size: int, seconds: float) -> None:
         self.metrics.rl_inference_batch_observations.observe(size)
@@ -183,7 +191,9 @@ class Agent:
 
 
 class Observer:
-    """Steps groups of environments at the agent's request, with actions of the agent or of a policy that it got."""
+    """Steps groups of environments at the agent's request, with actions of the agent or of a policy that it got. Their
+    episodes go on if the agent is lost, unless it took the state of a recurrent policy with it.
+    """
 
     def __init__(self, context: Context[RlSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
@@ -194,14 +204,17 @@ class Observer:
             for place, size in enumerate(sizes)
         ]
         self.spaces = self.groups[0].spaces
+        self._agent_of: tuple[int, int] | None = None  # generation and join of the newest rollout
 
     @remote(turn=True)
     def rollout(self, policy: PolicyState | None, version: int) -> Rollout:
         """One rollout under the policy of `version`; without a `policy`, the agent has it. An error ends this rank,
-        which is replaced, and not the agent.
+        which is replaced, and not the agent. The loss of the agent ends the rollout only.
         """
         try:
             return self._rollout(policy, version)
+        except PeerLostError:
+            raise
         except Exception as error:
             if isinstance(error, BrokenEnvError):  # its text is one line; the traceback of its cause is for debugging
                 self.context.logger.debug(str(error), exc_info=error.__cause__ or False)
@@ -210,16 +223,31 @@ class Observer:
 
     def _rollout(self, policy: PolicyState | None, version: int) -> Rollout:
         self.metrics.rl_policy_version.set(version)
+        self._take_episodes()  # nobody has learned from the rollout in which they ended: its agent was lost
         if policy is None:
+            self._begin_with_agent()
             self._step_with_agent()
             trajectories = []
         else:
             self._actor.load(policy)
             trajectories = self._step_with_actor(version)
-        episodes = [Episode(*episode) for group in self.groups for episode in group.take_episodes()]
-        self.metrics.rl_episodes.inc(len(episodes))
+        episodes = self._take_episodes()
         self.context.report_step(version + 1)
         return Rollout(episodes, trajectories)
+
+    def _take_episodes(self) -> list[Episode]:
+        """The episodes that have ended since the last call."""
+        episodes = [Episode(*episode) for group in self.groups for episode in group.take_episodes()]
+        self.metrics.rl_episodes.inc(len(episodes))
+        return episodes
+
+    def _begin_with_agent(self) -> None:
+        """Resets the environments if the agent does not have the state that their recurrent policy is in."""
+        agent_of = self.context.generation, self.context.me.join
+        if self._agent_of not in (None, agent_of) and self._is_recurrent:
+            for group in self.groups:
+                group.reset()
+        self._agent_of = agent_of
 
     def _step_with_agent(self) -> None:
         """A rollout with actions of the agent. While the agent computes those of one group, the other group steps."""
@@ -235,9 +263,9 @@ class Observer:
 
     def _request(self, number: int, last: bool) -> Future[bytes]:
         """Calls the agent for the actions of group `number`."""
-        group, key = self.groups[number], Group(self.context.me.name, number)
+        group, me = self.groups[number], self.context.me
         message = pack(group.observations, group.rewards, group.dones)
-        return self.context.call(self.context.rank0, Agent.act, key, message, last)
+        return self.context.call(self.context.rank0, Agent.act, Group(me.name, me.join, number), message, last)
 
     def _step_with_actor(self, version: int) -> list[Trajectory]:
         """A rollout with actions that this rank computes. Returns the trajectories of the groups."""
@@ -271,6 +299,10 @@ class Observer:
             ended = self.settings.algorithm != "reinforce" or any(group.returns for group in self.groups)
             last = step >= self.choices.rollout_steps and (ended or step >= envs.MAX_ROLLOUT_STEPS)
             yield last
+
+    @functools.cached_property
+    def _is_recurrent(self) -> bool:
+        return model.build(self.settings, self.spaces, self.choices).state_size > 0
 
     @functools.cached_property
     def _actor(self) -> Actor:

@@ -19,7 +19,7 @@ class Score:
     and `updates` the number of iterations in which an episode ended.
 
     Short episodes end first. So SOLVED_BY=episodes needs as many steps of each environment as the `longest` episode may
-    have; after a restart, all environments begin again.
+    have; they are counted anew if the agent is restarted or an observer joins.
     """
 
     def __init__(
@@ -33,9 +33,10 @@ class Score:
         self.lengths: deque[int] = deque(maxlen=MEAN_EPISODES)
         self.observers: deque[int] = deque(maxlen=MEAN_EPISODES)  # number of the observer in its iteration
 
-    def add(self, observers: Sequence[Sequence[Episode]], steps: int = 0) -> None:
-        """Adds the episodes of each observer that ended in an iteration of `steps` steps."""
-        self.steps += steps
+    def add(self, observers: Sequence[Sequence[Episode]], steps: int = 0, first: bool = False) -> None:
+        """Adds the episodes of each observer that ended in an iteration of `steps` steps, the `first` ones of some
+        environments."""
+        self.steps = steps if first else self.steps + steps
         means = [float(np.mean([episode.total for episode in episodes])) for episodes in observers if episodes]
         for number, episode in _merged(observers):
             self.observers.append(number)

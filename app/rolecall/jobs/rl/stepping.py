@@ -83,9 +83,19 @@ class Envs:
         threading.Thread(
             target=_watch, args=(weakref.ref(self), self._closed, self._timeout, on_hang), daemon=True
         ).start()
+        self._reset(self.seed)
+
+    def reset(self) -> None:
+        """Ends the episodes under way, which count nowhere. Raises BrokenEnvError."""
+        self._ended, self._return[:], self._start[:] = np.zeros(0, np.int64), 0, self._steps
+        self.rewards, self.dones = np.zeros_like(self.rewards), self._going
+        self._episode += 1
+        self._reset()
+
+    def _reset(self, seed: int | None = None) -> None:
         self._since = time.monotonic()
         try:
-            self._show(self._envs.reset(seed=self.seed)[0])
+            self._show(self._envs.reset(seed=seed)[0])
         except (Exception, SystemExit) as error:
             self._fail(error)
         finally:

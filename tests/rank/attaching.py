@@ -184,7 +184,7 @@ class Stayer(Member):
             player = self._make(self.context)
             self._prepare(player)
             self.player = player
-            self.attacher.made(functools.partial(self.context.serve, player), player.attached)
+            self.attacher.provide(functools.partial(self.context.serve, player), player.attached)
             self.supervisor.report_loaded()
             self.attacher.run_forever(player.run)
         except Exception as error:

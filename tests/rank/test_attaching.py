@@ -14,7 +14,7 @@ from rolecall.context.context import Context
 from rolecall.declare.task import Attachment
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.wire.messages import Deadline, Request
-from tests.rank.attaching import LEAD, Lead, Player, Rank0, Stayer, World, players
+from tests.rank.attaching import LEAD, Lead, Player, World, players
 from tests.wire.wires import DEADLINE, until
 
 
@@ -335,16 +335,15 @@ def test_nothing_is_left_behind(world: World) -> None:
 
 
 def test_what_is_internal_needs_no_object(world: World) -> None:
-    """Stacks can be asked for while calls wait."""
-    one = world.stayer(0)
-    one.until("loaded", 0)
-    rank0: Rank0 = world.rank0(1, players(0))
+    """A caller asks for stacks, say, while its call waits."""
     go = threading.Event()
-    one.player.on_attached = lambda: go.wait(DEADLINE)
-    stayer: Stayer = one
-    stayer.attach(1, players(0))
-    transport = rank0.met().context.group.connected
-    until(lambda: one.player.seen, "the call of attached")
-    request = Request("stacks", ("attached",), {}, DEADLINE, internal=True)
-    assert "attached" in transport.call("player_0", request, Deadline(DEADLINE)).result(DEADLINE)
+    one = world.stayer(0, lambda player: setattr(player, "on_attached", lambda: go.wait(DEADLINE)))
+    one.until("loaded", 0)
+    rank0 = world.rank0(1, players(0))
+    one.attach(1, players(0))
+    waiting = rank0.met().context.call("player_0", Player.double, 1)
+    request = Request("stacks", ("double",), {}, DEADLINE, internal=True)
+    rank0.context.group.connected.call("player_0", request, Deadline(DEADLINE)).result(DEADLINE)
+    assert not waiting.done()
     go.set()
+    assert waiting.result(DEADLINE) == 2

@@ -109,6 +109,19 @@ def test_only_the_worker_of_the_generation_gives_tickets(ranks: Ranks) -> None:
         old.wire.connect(RANK_0)
 
 
+def test_a_worker_takes_the_calls_of_its_next_part(ranks: Ranks) -> None:
+    """Its tunnel may notice the end of the part before late."""
+    pair = Pair(ranks)
+    assert pair.call("echo", 1) == 1
+    for join in (1, 2, 3):
+        pair.worker.session.end()
+        pair.worker = Worker("worker_0", tunnel=ranks[1], join=join)
+        pair.worker.knows(pair.rank0)
+        pair.rank0.dialer.addresses["worker_0"] = pair.worker.address
+        assert pair.call("echo", 2) == 2
+        assert call(pair.rank0, "worker_0", "echo", 3) == 3
+
+
 def test_an_old_ticket_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets, "TICKET_SECONDS", -1.0)
     issued = tickets.Tickets()

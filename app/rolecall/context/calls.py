@@ -158,7 +158,7 @@ class Calls:
         seconds = max(limits, default=0.0) + EXAMINE_SECONDS + limit if self._timeout else None
         elastic = group.is_elastic(role)
         lost = self._lost or ("skip" if elastic else "raise")
-        return self._collect(role, called, answers, seconds, lost, session)
+        return self._collect(role, called, answers, seconds, lost=lost, session=session)
 
     @overload
     def call_all(
@@ -183,6 +183,7 @@ class Calls:
         called: dict[str, Peer],
         answers: Answers,
         seconds: float | None,
+        *,
         lost: Lost,
         session: Session | None,
     ) -> Iterator[tuple[Peer, Any]]:

@@ -81,7 +81,7 @@ def meet(
             acceptor.listen_tunnel(tunnel())
         else:
             port = _listen(acceptor, settings, first=wire.me == rank0)
-        here = Address(me.name, host, port, path, machine_id(), me.join)
+        here = Address(me.name, host, port, path, machine_id(), join=me.join)
         first_port = settings.rank0_port if tunnel else settings.rank0_plain_port
         dialer.addresses = {rank0: Address(rank0, settings.master_addr, first_port)}
         if with_store and wire.me == rank0:

@@ -78,17 +78,17 @@ class Services:
     def address(self, name: str, join: int) -> Search:
         """At rank 0: where the member `name` is, as its part number `join` or a later one. The answer comes once it is
         there. Raises PeerLostError for one that is lost."""
-        found: Search = concurrent.futures.Future()
+        search: Search = concurrent.futures.Future()
         with self._lock:
             known = self._addresses.get(name)
             if known is None or known.join < join:
                 member = next((peer for peer in self._group.members if peer.name == name), None)
                 if member is not None and member.join >= join and name in self._group.lost:
                     raise PeerLostError(f"{name} was lost")
-                self._searched.append((name, join, found))
-                return found
-        found.set_result(known)
-        return found
+                self._searched.append((name, join, search))
+                return search
+        search.set_result(known)
+        return search
 
     @remote
     def ready(self, name: str) -> None:
@@ -119,9 +119,9 @@ class Services:
             if known is not None and known.join > address.join:
                 return
             self._addresses[address.name] = address
-            found = [each for each in self._searched if each[0] == address.name and each[1] <= address.join]
-            self._searched = [each for each in self._searched if each not in found]
-        for _, _, search in found:
+            answered = [each for each in self._searched if each[0] == address.name and each[1] <= address.join]
+            self._searched = [each for each in self._searched if each not in answered]
+        for _, _, search in answered:
             search.set_result(address)
         self._look()
 

@@ -84,7 +84,7 @@ class Attacher:
         if is_made:
             self._admit(session)
 
-    def made(self, serve: Callable[[], None], attached: Hook | None = None) -> None:
+    def provide(self, serve: Callable[[], None], attached: Hook | None = None) -> None:
         """The role's object is there. For each part in a generation, `attached` is called, and then `serve`, which lets
         peers call it."""
         with self._lock:
@@ -129,6 +129,8 @@ class Attacher:
         """Calls `run` once for each part in a generation; if it still runs at the next one, it goes on. While it does
         not run, runs peers' calls of methods with `turn`."""
         ran: Session | None = None
+        if run is None:
+            self._context.watchdog.ready()
         while True:
             session = self._admitted
             if run is None or session is None or session is ran or session.ended:

@@ -168,10 +168,10 @@ def _make(context: Context[Any], role: Role, attacher: Attacher) -> Callable[[],
     run: Any = registry.resolve(role.run) if role.run else None
     if not inspect.isclass(run):
         refusal = f"role {role.name} has no class, and so no methods"
-        attacher.made(functools.partial(context.dispatcher.serve, None, refusal))
+        attacher.provide(functools.partial(context.dispatcher.serve, None, refusal))
         return functools.partial(run, context) if run else None
     target: Any = cast(Any, run)(context)
-    attacher.made(functools.partial(context.serve, target), getattr(target, "attached", None))
+    attacher.provide(functools.partial(context.serve, target), getattr(target, "attached", None))
     return cast(Callable[[], Any], target.run) if hasattr(run, "run") else None
 
 

@@ -507,7 +507,15 @@ class Dialer:
     ) -> dict[str, Any]:
         me = self._me
         hello = Hello(
-            me.name, callee.name, me.job, me.generation, me.join, callee.join, link=link, direction=direction, **probe
+            me.name,
+            callee.name,
+            me.job,
+            me.generation,
+            join=me.join,
+            callee_join=callee.join,
+            link=link,
+            direction=direction,
+            **probe,
         )
         send_hello(sock, hello._asdict())
         answer = receive_hello(sock, time.monotonic() + HELLO_SECONDS)

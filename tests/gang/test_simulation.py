@@ -91,7 +91,7 @@ SHOWN_BY = {
     "any report of a stop is believed": 100,
     "no wait for an earlier coordinator's generation": 112,
     "no wait for a rank that lives on elsewhere": 525,
-    "who has another's assigned place is taken for that one": 958,
+    "who has another's assigned place is taken for that one": 4503,
     "a new coordinator does not know DONE": 92,
     "a generation starts with the members of when its number was written": 1389,
     "a drain that comes with the first directive is lost": 360,

@@ -125,6 +125,7 @@ class Coordinator:
             return False
         if effect.kind == "begin":
             simulation.promises.numbered(effect.generation)
+        simulation.promises.placed(effect.generation, effect.members)
         disk.number, disk.members, disk.budget = effect.generation, effect.members, effect.budget
         return True
 

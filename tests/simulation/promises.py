@@ -22,6 +22,7 @@
 - The job fails only by `max_failures` workers that raised, for the first one's reason, by bad input, by a wait of
   `rejoin_timeout`, or where a role's workers, or their ranks, are killed for ever before they make a step; where they
   are, or all raise, it does fail, and a new coordinator finds it failed.
+- A worker that is to be replaced has no part any more, unless rank 0 is started again or has given its member up.
 - The gang says that an elastic rank is lost as often as its worker ended, or was given up, at the most.
 - No finished step is lost by a drain, and none by an order to drain that a worker is never told of.
 - Once nothing happens any more, the job trains, or is over and everybody knows, within `SETTLE` seconds; also
@@ -104,6 +105,12 @@ class Promises:
         if number <= self.simulation.disk.number:
             self.fail(f"number {number} is written after {self.simulation.disk.number}")
 
+    def placed(self, generation: int, members: tuple[Key, ...]) -> None:
+        """The members of a generation are about to be on the disk."""
+        for number, key, _ in self.attachments:
+            if number == generation and key not in members:
+                self.fail(f"the disk forgets that {name_of(key)} is in generation {generation}")
+
     def joins_again(self, key: Key, number: int) -> None:
         """The gang lets `key` begin its part `number` in the newest generation."""
         self.joins[key] = number
@@ -117,6 +124,8 @@ class Promises:
         self.log(f"{worker.rank.name} has a worker for {part}, part {worker.join}")
         if (generation, key, worker.join) in self.attachments:
             self.fail(f"two workers are {part}")
+        if worker.replaced_by is self.simulation.lead:
+            self.fail(f"the worker of {name_of(key)} was to be replaced, and goes on as {part}")
         self.attachments.add((generation, key, worker.join))
         self.knows(worker)
         disk = self.simulation.disk
@@ -189,6 +198,8 @@ class Promises:
     def given_up(self, key: Key, since: float) -> None:
         """A member is no longer one; it was silent `since` then, and the coordinator awake."""
         self.log(f"{name_of(key)} is given up for its silence")
+        if worker := self.simulation.workers.get((self.newest, key)):
+            worker.replaced_by = None
         if self.clock.now - since < LEASE:
             self.fail(f"{name_of(key)} is given up after {self.clock.now - since:.2f} s, a lease is {LEASE:g} s")
 
@@ -206,7 +217,7 @@ class Promises:
         lead = self.simulation.lead
         assert lead is not None
         if kind == "lost":
-            self._lost(event.reason)
+            self._lost(event)
         if kind in ("generation", "failed"):
             lead.gathering_since, waited = self.clock.now, self.clock.now - lead.gathering_since
         if kind == "stopped" and event.cause != "drained":
@@ -218,7 +229,11 @@ class Promises:
         """A worker ended, or one was given up: the gang may say so, once."""
         self.losses[reason] += 1
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, event: Event) -> None:
+        reason = event.reason
+        for (generation, key), worker in self.simulation.workers.items() if event.cause == "replaced" else ():
+            if generation == self.newest and reason.endswith(f"another worker of {name_of(key)}"):
+                worker.replaced_by = self.simulation.lead
         if "ended: " in reason or "does not answer" in reason:
             self.losses[reason] -= 1
             if self.losses[reason] < 0:

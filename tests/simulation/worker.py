@@ -4,6 +4,7 @@ of a role that stays loads without a generation, and is attached to one and deta
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import TYPE_CHECKING
 
 from rolecall.gang.protocol import ATTACHED, Directive, Join, Key, LostPeer, Outcome, WorkerState, WorkerStatus, name_of
@@ -12,6 +13,7 @@ from tests.simulation.kills import kill_rank
 from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, HANGING, LEASE, LOADING, ORPHAN, STEP, STOP
 
 if TYPE_CHECKING:
+    from tests.simulation.coordinator import Coordinator
     from tests.simulation.simulation import Simulation
     from tests.simulation.supervisor import Supervisor
 
@@ -30,6 +32,7 @@ class Worker(Process):
         if directive.kind == "run":
             self._begin(directive)
         self.drain = self.told = self.exists = self.here = False  # told: to drain
+        self.replaced_by: Coordinator | None = None  # which wants another worker in its place
         self.why: Outcome = ""
         self.stalled_at: float | None = None
         self.clock.at(self.clock.random.choice((0.05, 0.1, 1.5)), None, self.forked)
@@ -133,7 +136,7 @@ class Worker(Process):
         self.relabel(directive)
         self.state, self.here = "starting", False
         self.parts: dict[Key, int] = {}  # the present members, and the numbers of their parts
-        self.lost: set[LostPeer] = set()  # given up here
+        self.given_up: set[Join] = set()
         self.update(directive)
 
     def update(self, directive: Directive) -> None:
@@ -207,7 +210,7 @@ class Worker(Process):
             return
         simulation, clock = self.simulation, self.clock
         silent = []
-        present = {key for key, join in self.parts.items() if LostPeer(Join(*key, join)) not in self.lost}
+        present = {key for key, join in self.parts.items() if Join(*key, join) not in self.given_up}
         for key in present - {self.key}:
             peer = simulation.workers.get((self.generation, key))
             if peer is None or not peer.attached or peer.join != self.parts[key]:
@@ -247,9 +250,11 @@ class Worker(Process):
             clock.at(STEP, self, self.work)
 
     def give_up(self, key: Key) -> None:
-        peer = LostPeer(Join(*key, self.parts[key]))
-        self.lost.add(peer)
-        self.lost_peers += (peer,)
+        """Go on without `key`; sometimes with the wish for another worker of it."""
+        join = Join(*key, self.parts[key])
+        replace = Random(f"{self.simulation.seed} {self.clock.now}").random() < 0.3
+        self.given_up.add(join)
+        self.lost_peers += (LostPeer(join, replace),)
         self.simulation.promises.loses(f"{name_of(key)} does not answer {name_of(self.key)}")
         self.supervisor.send_soon()
 

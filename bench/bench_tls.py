@@ -42,6 +42,7 @@ MODES = {"plain": "off", "tls": "require", "always": "always"}  # and TLS
 WARNING = "TLS=off"  # how the line of a rank without it begins
 TUNNEL = re.compile(r"^rolecall_tunnel_bytes_total(?:{[^}]*})? (\S+)$", re.MULTILINE)
 DEADLINE = 180.0  # seconds of one run
+MEETING_BYTES = 100_000  # at most, of the calls by which members learn each other's Unix sockets
 ROWS = 100_000  # of the table of `hybrid`, on which its rate does not depend
 RECOVERY = {"OBSERVERS": 2, "NUM_ENVS": 4, "ROLLOUT_STEPS": 8, "LOG_INTERVAL": 1, "MAX_ITERATIONS": 1_000_000,
             "CHECKPOINT_INTERVAL": 86400}  # fmt: skip
@@ -202,10 +203,10 @@ def _require_paths(
     calls = 2 * tls_job.SMALL * counts["ROUND_TRIPS"] * ("rtt" in parts)
     calls += 2 * tls_job.BULK * counts["TRANSFERS"] * ("bulk" in parts)
     reduced = 2 * tls_job.REDUCED * counts["REDUCTIONS"] * ("allreduce" in parts)
-    encrypted = tls_bytes >= calls if mode == "always" else not tls_bytes
     if mode == "plain":
-        tunnelled = not any(carried)
+        encrypted, tunnelled = not tls_bytes, not any(carried)
     else:
+        encrypted = tls_bytes >= calls if mode == "always" else tls_bytes <= MEETING_BYTES
         tunnelled = min(carried[1:]) >= reduced and ("bulk" not in parts or carried[0] < calls)
     if not (encrypted and tunnelled):
         raise RuntimeError(f"TLS={MODES[mode]}: rank 0's worker encrypted {tls_bytes:,.0f} of {calls:,} bytes of "

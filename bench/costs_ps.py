@@ -48,7 +48,7 @@ def measure() -> Costs:
     order_key_s, complete_key_s = _between_processes(_keys, "unix")
     few, many = _ledger_seconds(50), _ledger_seconds(1000)
     per_trainer = max(0.0, (many - few) / 950)
-    apply_s, step_s = _update_seconds()
+    apply_s, step_s = update_seconds()
     return Costs(
         messages, apply_s=apply_s, step_s=step_s, ledger_s=max(0.0, few - 50 * per_trainer),
         ledger_trainer_s=per_trainer, order_key_s=order_key_s, complete_key_s=complete_key_s,
@@ -163,7 +163,7 @@ def _arrived_seconds() -> float:
     return (time.process_time() - started) / (servers * KEYS)
 
 
-def _update_seconds() -> tuple[float, float]:
+def update_seconds() -> tuple[float, float]:
     """Processor seconds of an element: to join the mean, and of the optimizer's step."""
     torch.set_num_threads(1)
     shard = Shard([(0, Part(0, ELEMENTS, 0))], config.load(PsSettings), ELEMENTS)

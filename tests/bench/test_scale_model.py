@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
+from bench import costs_ps
 from bench.growth_ps import layout
 from bench.scale_model import Costs, MessageCosts, Plan, Work, formula
 from bench.scale_simulation import Queue, Simulation
+from rolecall.wire.connecting import Kind
 
 PLAIN = MessageCosts(call_s=6e-5, serve_s=6e-5, tensor_s=2e-5, send_byte_s=3e-10, receive_byte_s=3e-10)
 COSTS = Costs(
@@ -23,6 +26,13 @@ COSTS = Costs(
 )
 SMALL = Plan(20, 4, 1_200_000, compute_s=0.03, link_bits_s=1e10, delay_s=1e-4)
 HERE = Plan(8, 1, 1_200_000, connection="unix", server_cores=1, trainer_cores=1)
+
+
+def test_the_costs_that_were_measured() -> None:
+    costs = Costs.load()
+    assert set(costs.messages) == set(get_args(Kind))
+    assert formula(costs, SMALL).pushes_per_s < formula(costs, replace(SMALL, connection="tcp")).pushes_per_s
+    assert all(seconds > 0 for seconds in costs_ps.update_seconds())
 
 
 def test_a_queue_serves_one_thing_at_a_time() -> None:

@@ -104,7 +104,7 @@ class Secured:
     credentials: keys.Credentials = field(init=False)
 
     def __post_init__(self) -> None:
-        self.credentials = keys.Credentials(Settings(job_token=TOKEN), JOB, self.name)  # type: ignore[arg-type]
+        self.credentials = keys.Credentials(Settings(job_token=TOKEN), JOB, self.name)
 
     def open(self, peer: str) -> Sockets:
         """See `Connector.open`."""

@@ -1,8 +1,9 @@
 """What it costs to connect the workers of one generation: `python -m bench.bench_connect`.
 
-Workers that do nothing meet as torch's `init_rpc` has them meet, and as Rolecall does (torch_rpc/agent.py). Then rank 0
-calls each of them, as in a star. It prints seconds, the CPU seconds of all workers, the TCP connections that were
-opened, the sockets that stay, and the memory of a worker. With BENCH_JSON=FILE each figure is written as it comes.
+Workers that do nothing meet as torch's `init_rpc` has them meet, as Rolecall does for torch's RPC (torch_rpc/agent.py),
+and as it does for its own calls (context/meeting.py), unencrypted. Then rank 0 calls each of them, as in a star. It
+prints seconds, the CPU seconds of all workers, the TCP connections that were opened, the sockets that stay, and the
+memory of a worker. With BENCH_JSON=FILE each figure is written as it comes.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from rich.table import Table
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from rolecall import Context, remote, telemetry
 from rolecall.config import Settings
+from rolecall.context.meeting import meet
 from rolecall.declare.task import Peer
 from rolecall.torch_rpc import agent
 from rolecall.torch_rpc.store import open_store
 
 SIZES = (4, 16, 64, 128)
-WAYS = ("torch", "rolecall")
+WAYS = ("torch", "torch_rpc", "rolecall")
 DEADLINE = 120.0  # seconds for a part
 HOST = "127.0.0.1"
 
@@ -62,41 +65,67 @@ class Connected:
     part: str = ""
 
 
+class Member:
+    """What each worker of the way `rolecall` serves."""
+
+    @remote
+    def process(self) -> int:
+        return os.getpid()
+
+
 def worker(rank: int, size: int, port: int, way: str, pipe: Connection) -> None:
     """Connects when it is told to, and serves until it is ended."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-    settings = Settings(connect_timeout=DEADLINE, master_addr=HOST, master_port=port, bind_addr=HOST)
+    members = tuple(Peer("w", number, number) for number in range(size))
     try:
         pipe.send("ready")
         pipe.recv()
         started = time.perf_counter()
-        store = open_store(settings, 1, rank, size)
-        if way == "rolecall":
-            members = tuple(Peer("w", number, number) for number in range(size))
-            context: Any = SimpleNamespace(
-                me=members[rank], members=members, mapped=set[str](), device=torch.device("cpu"), settings=settings
-            )
-            agent.start(context, store)
-        else:
-            register_rendezvous_handler("bench", lambda url, **_: iter([(store, rank, size)]))
-            options = rpc.TensorPipeRpcBackendOptions(
-                num_worker_threads=16,
-                rpc_timeout=DEADLINE,
-                init_method="bench://",
-                _transports=["uv"],
-                _channels=["basic"],
-            )
-            rpc.init_rpc(f"w_{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+        call_all = _meet(members, rank, port) if way == "rolecall" else _init_rpc(members, rank, port, way)
         pipe.send(time.perf_counter() - started)
         pipe.recv()
         if rank == 0:
             started = time.perf_counter()
-            torch.futures.wait_all([rpc.rpc_async(f"w_{other}", os.getpid) for other in range(1, size)])
+            call_all()
             pipe.send(time.perf_counter() - started)
     except Exception as error:  # the parent says which part failed
         pipe.send(error if isinstance(error, RuntimeError) else RuntimeError(repr(error)))
     time.sleep(4 * DEADLINE)  # the parent ends it
+
+
+def _meet(members: tuple[Peer, ...], rank: int, port: int) -> Callable[[], object]:
+    """Connects by the wire. Returns what calls all others."""
+    # "always", but with no tunnel: by TCP, as between machines, and not by Unix sockets
+    settings = Settings(
+        connect_timeout=DEADLINE, rpc_timeout=DEADLINE, master_addr=HOST, port=port - 1, bind_addr=HOST, tls="always"
+    )
+    context = Context(settings, members[rank], members, 1, telemetry.build(telemetry.WORKER))
+    wire, _ = meet(context, directory=Path(), tunnel=None, host=HOST, open_store=lambda: 0, with_store=False)
+    wire.dispatcher.serve(Member())
+    return lambda: context.wait_all([context.call(peer, Member.process) for peer in members[1:]])
+
+
+def _init_rpc(members: tuple[Peer, ...], rank: int, port: int, way: str) -> Callable[[], object]:
+    """Connects by torch's RPC. Returns what calls all others."""
+    settings = Settings(connect_timeout=DEADLINE, master_addr=HOST, master_port=port, bind_addr=HOST)
+    store = open_store(settings, 1, rank, len(members))
+    if way == "torch_rpc":
+        context: Any = SimpleNamespace(
+            me=members[rank], members=members, mapped=set[str](), device=torch.device("cpu"), settings=settings
+        )
+        agent.start(context, store)
+    else:
+        register_rendezvous_handler("bench", lambda url, **_: iter([(store, rank, len(members))]))
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=16,
+            rpc_timeout=DEADLINE,
+            init_method="bench://",
+            _transports=["uv"],
+            _channels=["basic"],
+        )
+        rpc.init_rpc(members[rank].name, rank=rank, world_size=len(members), rpc_backend_options=options)
+    return lambda: torch.futures.wait_all([rpc.rpc_async(peer.name, os.getpid) for peer in members[1:]])
 
 
 def measure(way: str, size: int, keep: Callable[[Connected], None]) -> None:

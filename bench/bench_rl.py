@@ -151,9 +151,9 @@ class Bench:
                    lambda value: keep("local", value), lambda value: rate(value, "steps"))  # fmt: skip
         self._step("one process, learning too", lambda on: local_rl.learning(NUM_ENVS, 2, ROLLOUT_STEPS),
                    lambda value: keep("local_learning", value), lambda value: rate(value, "steps"))  # fmt: skip
-        self._step("torch RPC, round trip", lambda on: round_trip.calls_per_s(1, 1, message, answer),
+        self._step("calls, round trip", lambda on: round_trip.calls_per_s(1, 1, message, answer),
                    lambda value: keep("round_trip_calls", value), lambda value: rate(value, "calls"))  # fmt: skip
-        self._step("torch RPC, two callers", lambda on: round_trip.calls_per_s(2, 2, message, answer),
+        self._step("calls, two callers", lambda on: round_trip.calls_per_s(2, 2, message, answer),
                    lambda value: keep("limit_calls", value), lambda value: rate(value, "calls"))  # fmt: skip
 
     def _step(
@@ -223,11 +223,11 @@ def tables(measured: Measured) -> list[Table]:
     rate("one process on one core, stepping only", [measured.local])
     message, answer = payload()
     calls = Table("remote calls, default settings", "", title=f"calls: {message} bytes there, {answer} back")
-    calls.add_row("torch RPC, one round trip", f"{1e6 / measured.round_trip_calls:,.0f} us")
-    calls.add_row("torch RPC, 2 callers, 2 calls in flight each", f"{measured.limit_calls:,.0f} calls/s")
+    calls.add_row("one round trip", f"{1e6 / measured.round_trip_calls:,.0f} us")
+    calls.add_row("2 callers, 2 calls in flight each", f"{measured.limit_calls:,.0f} calls/s")
     reached = measured.calls_per_s()
     calls.add_row("INFERENCE=agent, all else included", f"{reached:,.0f} calls/s")
-    calls.add_row("of torch RPC alone", f"{100 * reached / measured.limit_calls:.0f} %")
+    calls.add_row("of calls alone", f"{100 * reached / measured.limit_calls:.0f} %")
     return [rates, solves, calls]
 
 

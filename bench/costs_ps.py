@@ -1,7 +1,7 @@
 """Measures what `scale_model` is fed with, and writes costs_ps.json: `python -m bench.costs_ps`.
 
 Costs are processor seconds, not seconds of a clock: a busy machine changes them little. Messages go between two
-processes, with what `ps` sends; what tunnels take is measured in a job.
+processes, with what `ps` sends, by each kind of connection.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from bench import costs_job, launch, ranks, wires
-from bench.scale_model import COSTS, Costs
+from bench import launch, ranks, wires
+from bench.scale_model import COSTS, Costs, MessageCosts
 from rolecall import config, remote
 from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.events import Events, Inbox
@@ -31,6 +31,7 @@ from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, TrainerId, UpdateShard
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.shard import Shard
+from rolecall.wire.connecting import Kind
 
 IN_FLIGHT = 8
 SMALL = 4000  # calls
@@ -43,38 +44,57 @@ DEADLINE = 300.0
 
 def measure() -> Costs:
     """All costs. Raises RuntimeError or TimeoutError where a process fails."""
-    with tempfile.TemporaryDirectory(prefix="bench-ps-costs-") as directory:
-        messages: dict[str, float] = ranks.run(["caller", "server"], _messages, directory, deadline=DEADLINE)
+    messages = {kind: _between_processes(_messages, kind) for kind in get_args(Kind)}
+    order_key_s, complete_key_s = _between_processes(_keys, "unix")
     few, many = _ledger_seconds(50), _ledger_seconds(1000)
     per_trainer = max(0.0, (many - few) / 950)
-    apply_s, step_s = _update_seconds()
-    return Costs(**messages, **_tunnel(), apply_s=apply_s, step_s=step_s, ledger_s=max(0.0, few - 50 * per_trainer),
-                 ledger_trainer_s=per_trainer, arrived_key_s=_arrived_seconds())  # fmt: skip
+    apply_s, step_s = update_seconds()
+    return Costs(
+        messages, apply_s=apply_s, step_s=step_s, ledger_s=max(0.0, few - 50 * per_trainer),
+        ledger_trainer_s=per_trainer, order_key_s=order_key_s, complete_key_s=complete_key_s,
+        arrived_key_s=_arrived_seconds(),
+    )  # fmt: skip
 
 
 # ---- messages
 
 
-def _messages(tell: ranks.Tell, directory: str) -> dict[str, float]:
-    """In the process `caller`: by measure, the processor seconds at either end."""
-    wires.connect(["caller", "server"], directory)
-    rpc.rpc_sync("server", _serve)
+def _between_processes(measure: Callable[..., Any], kind: Kind) -> Any:
+    with tempfile.TemporaryDirectory(prefix="bench-ps-costs-") as directory:
+        return ranks.run(["caller", "server"], measure, kind, directory, deadline=DEADLINE)
+
+
+def _messages(tell: ranks.Tell, kind: Kind, directory: str) -> MessageCosts:
+    """In the process `caller`: the processor seconds at either end."""
+    _connect(kind, directory)
     key, bulk, sized = GradientKey(_trainer("1000"), 1000), torch.zeros(BULK_ELEMENTS), torch.zeros(SIZED_ELEMENTS)
-    keys = [GradientKey(_trainer(str(number)), 1000) for number in range(KEYS)]
-    order = UpdateShard(1, dict.fromkeys(keys, 1 / KEYS), 1.0, tuple(keys))
     call_s, serve_s = _both(SMALL, Taker.take, key)
     tensor = [each - small for each, small in zip(_both(SIZED, Taker.take, sized), (call_s, serve_s), strict=True)]
     sent, received = _both(BULK, Taker.take, bulk)
     asked, answered = _both(BULK, Taker.give, BULK_ELEMENTS)
-    ordered = _both(ORDERED, Taker.take, order)[0]
-    reported = _both(ORDERED, Taker.take, keys)[1]
     size = 4 * BULK_ELEMENTS
-    return {
-        "call_s": call_s, "serve_s": serve_s, "tensor_s": max(0.0, sum(tensor) / 2),
-        "send_byte_s": max(0.0, (sent - call_s + answered - serve_s) / 2 / size),
-        "receive_byte_s": max(0.0, (received - serve_s + asked - call_s) / 2 / size),
-        "order_key_s": max(0.0, (ordered - call_s) / KEYS), "complete_key_s": max(0.0, (reported - serve_s) / KEYS),
-    }  # fmt: skip
+    return MessageCosts(
+        call_s, serve_s, tensor_s=max(0.0, sum(tensor) / 2),
+        send_byte_s=max(0.0, (sent - call_s + answered - serve_s) / 2 / size),
+        receive_byte_s=max(0.0, (received - serve_s + asked - call_s) / 2 / size),
+    )  # fmt: skip
+
+
+def _keys(tell: ranks.Tell, kind: Kind, directory: str) -> tuple[float, float]:
+    """In the process `caller`: processor seconds of a gradient in an order at its caller, and in a report at the called
+    process."""
+    _connect(kind, directory)
+    call_s, serve_s = _both(SMALL, Taker.take, GradientKey(_trainer("1000"), 1000))
+    keys = [GradientKey(f"trainer_{number}", 1000) for number in range(KEYS)]
+    order = UpdateShard(1, dict.fromkeys(keys, 1 / KEYS), 1.0, tuple(keys))
+    ordered, _ = _both(ORDERED, Taker.take, order)
+    _, reported = _both(ORDERED, Taker.take, keys)
+    return max(0.0, (ordered - call_s) / KEYS), max(0.0, (reported - serve_s) / KEYS)
+
+
+def _connect(kind: Kind, directory: str) -> None:
+    wires.connect(["caller", "server"], directory, kind)
+    rpc.rpc_sync("server", _serve)
 
 
 def _both(count: int, method: Callable[..., Any], *args: Any) -> tuple[float, float]:
@@ -146,7 +166,7 @@ def _arrived_seconds() -> float:
     return (time.process_time() - started) / (servers * KEYS)
 
 
-def _update_seconds() -> tuple[float, float]:
+def update_seconds() -> tuple[float, float]:
     """Processor seconds of an element: to join the mean, and of the optimizer's step."""
     torch.set_num_threads(1)
     shard = Shard([(0, Part(0, ELEMENTS, 0))], config.load(PsSettings), ELEMENTS)
@@ -155,14 +175,13 @@ def _update_seconds() -> tuple[float, float]:
     def seconds(gradients: int, rounds: int = 12) -> float:
         used = 0.0
         for number in range(rounds):
-            keys = [GradientKey(_trainer(f"{number}_{each}"), 1) for each in range(gradients)]  # dropped ones stay lost
+            keys = [GradientKey(_trainer(str(each)), number) for each in range(gradients)]
             for key in keys:
                 shard.receive(key, 0, gradient, Future[PartAnswer](), BatchReport(0, 32))
             started = time.process_time()
             shard.apply(0, dict.fromkeys(keys, 1 / gradients), 1.0)
             used += (time.process_time() - started) * (number > 1)
-            for key in keys:
-                shard.drop(key.trainer)
+            shard.answer(0, keys, {}, {})
         return used / (rounds - 2) / ELEMENTS
 
     few, many = seconds(2), seconds(18)
@@ -170,14 +189,11 @@ def _update_seconds() -> tuple[float, float]:
     return each, max(0.0, few - 2 * each)
 
 
-def _tunnel() -> dict[str, float]:
-    """Of one tunnel, by running the job of `costs_job` with TLS on one machine, too."""
-    with launch.run(costs_job.__name__, DEADLINE, {"TLS": "always"}) as running:
-        deque(running.events(), maxlen=0)
-        spent = running.done()
-    # a call and its answer pass two tunnels each: four times a tunnel carries a message
-    small, bulk = spent["small_s"] / 4, spent["bulk_s"] / 4
-    return {"tunnel_message_s": small, "tunnel_byte_s": max(0.0, bulk - small) / costs_job.BULK}
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, each number to three digits."""
+    return {
+        name: _rounded(value) if isinstance(value, dict) else float(f"{value:.3g}") for name, value in values.items()
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -193,8 +209,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     machine = {"machine": platform.machine(), "processors": os.cpu_count(), "python": platform.python_version(),
                "torch": torch.__version__}  # fmt: skip
-    values = {name: float(f"{value:.3g}") for name, value in costs.to_json().items()}
-    text = json.dumps({"costs": values, "measured_on": machine}, indent=1)
+    text = json.dumps({"costs": _rounded(costs.to_json()), "measured_on": machine}, indent=1)
     arguments.output.write_text(text + "\n")
     print(text)
     return 0

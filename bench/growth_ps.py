@@ -1,6 +1,6 @@
 """How `ps` grows with its trainers, by simulation: `python -m bench.growth_ps`.
 
-The servers are real processes with the real code. The trainers are not: two processes pose as all of them by name, and
+The servers are real processes with the real code. The trainers are not: four processes pose as all of them by name, and
 each trainer sends its next gradient as soon as its last one is answered. So the servers see what trainers would send
 that compute in no time, and the rate at which pushes level off is what servers and network can do on this machine.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from bench import ranks
-from rolecall import config
+from bench import ranks, wires
+from rolecall import config, remote
 from rolecall.config import cores
 from rolecall.context.memory import keep_freed_memory
 from rolecall.jobs.ps import PsSettings, data, evaluate, model
@@ -46,7 +47,8 @@ def round_trip_seconds(callers: int, elements: int, seconds: float = 3.0) -> flo
     `callers` processes do so at once, with one call in flight each.
     """
     names = ["server", *(f"caller{number}" for number in range(callers))]
-    trips: float = ranks.run(names, _exchange, names[1:], elements, seconds, deadline=DEADLINE)
+    with tempfile.TemporaryDirectory(prefix="bench-ps-exchange-") as directory:
+        trips: float = ranks.run(names, _exchange, names[1:], directory, elements, seconds, deadline=DEADLINE)
     return trips
 
 
@@ -122,7 +124,9 @@ def _pass(threads: int, seconds: float) -> float:
     return 1 / steady(step, WARM_SECONDS, seconds)
 
 
-def _exchange(tell: ranks.Tell, callers: list[str], elements: int, seconds: float) -> float:
+def _exchange(tell: ranks.Tell, callers: list[str], directory: str, elements: int, seconds: float) -> float:
+    wires.connect(["server", *callers], directory)
+    wires.here().wire.dispatcher.serve(Server())
     calls = [rpc.rpc_async(name, _call, args=(elements, seconds)) for name in callers]
     trips: list[float] = torch.futures.wait_all(calls)
     return sum(trips) / len(trips)
@@ -133,11 +137,15 @@ def _call(elements: int, seconds: float) -> float:
 
     def step() -> int:
         sent.rotate()
-        rpc.rpc_sync("server", _back, args=(sent[0],))
+        wires.here().call("server", Server.back, sent[0]).result()
         return 1
 
     return 1 / steady(step, 0.2 * seconds, seconds)
 
 
-def _back(tensor: Tensor) -> Tensor:
-    return tensor
+class Server:
+    """What the process `server` serves."""
+
+    @remote
+    def back(self, tensor: Tensor) -> Tensor:
+        return tensor

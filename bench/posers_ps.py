@@ -22,7 +22,7 @@ from rolecall.jobs.ps.server import Server
 
 SAMPLES = 60_000  # of the data that is handed out: as many as MNIST has
 LEAST = 3  # pushes of each trainer that count, at least
-POSERS = 2  # processes
+POSERS = 4  # processes: a link carries 128 MiB of calls without an answer, the gradients of 27 trainers
 POINT_SECONDS = 60.0  # deadline
 NEVER = 1_000_000
 

@@ -7,21 +7,29 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from rolecall.wire.connecting import Kind
 
 COSTS = Path(__file__).with_name("costs_ps.json")
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds of one processor, but for what is shared: a message of RPC is a call and its answer."""
+class MessageCosts:
+    """Seconds of one processor for a message, which is a call and its answer, by one kind of connection."""
 
-    call_s: float  # a message without tensors, at its caller
+    call_s: float  # without tensors, at its caller
     serve_s: float  # the same, at the called process
     tensor_s: float  # a tensor more in it, at either end
     send_byte_s: float
     receive_byte_s: float
-    tunnel_message_s: float  # in one of the two tunnels
-    tunnel_byte_s: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one processor."""
+
+    messages: dict[Kind, MessageCosts]  # by the kind of connection between two workers
     apply_s: float  # an element of one gradient joins the mean
     step_s: float  # an element's optimizer step
     ledger_s: float  # a gradient, at the lead
@@ -33,9 +41,10 @@ class Costs:
     @staticmethod
     def load(path: Path = COSTS) -> Costs:
         """The costs that were measured."""
-        return Costs(**json.loads(path.read_text())["costs"])
+        costs = json.loads(path.read_text())["costs"]
+        return Costs(**{**costs, "messages": {kind: MessageCosts(**each) for kind, each in costs["messages"].items()}})
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -52,9 +61,9 @@ class Plan:
     bytes_each: float = 4.0  # of a parameter on the wire, either way
     link_bits_s: float = float("inf")
     delay_s: float = 0.0  # one way
-    tls: bool = True
+    connection: Kind = "tls"
     parts: int = 1  # that a server's share travels in
-    server_cores: int = 0  # that all servers share; 0: each has its own, and one for its tunnel
+    server_cores: int = 0  # that all servers share; 0: each has its own
     trainer_cores: int = 0
 
     @property
@@ -72,7 +81,6 @@ class Work:
     trainer_link: float
     server_in: float
     server_out: float
-    tunnel: float
     report_out: float  # a report, at the server; the lead makes itself none
     report_in: float  # the same, at the lead
     key_in: float  # a gradient in a report, at the lead
@@ -83,22 +91,18 @@ class Work:
     @staticmethod
     def of(costs: Costs, plan: Plan) -> Work:
         """The work of `plan`: of async an update is one gradient."""
-        c, others = costs, plan.servers - 1
+        c, m, others = costs, costs.messages[plan.connection], plan.servers - 1
         gradients = plan.trainers if plan.mode == "sync" else 1
-        tls, elements = float(plan.tls), plan.parameters / plan.servers
-        message = 8 * plan.share / plan.link_bits_s
-        tunnel = tls * (2 * plan.parts * c.tunnel_message_s + 2 * plan.share * c.tunnel_byte_s)
+        elements, message = plan.parameters / plan.servers, 8 * plan.share / plan.link_bits_s
         return Work(
-            trainer=plan.servers * (plan.parts * (c.call_s + 2 * c.tensor_s)
-                                    + plan.share * (c.send_byte_s + c.receive_byte_s)),
+            trainer=plan.servers * (plan.parts * (m.call_s + 2 * m.tensor_s)
+                                    + plan.share * (m.send_byte_s + m.receive_byte_s)),
             link=message, trainer_link=plan.servers * message,
-            server_in=plan.parts * (c.serve_s + c.tensor_s) + plan.share * c.receive_byte_s,
-            server_out=plan.parts * c.tensor_s + plan.share * c.send_byte_s,
-            tunnel=tunnel, report_out=c.call_s * (others > 0),
-            # the lead's tunnel and its worker are two processes, of which the slower counts
-            report_in=max(c.serve_s, tls * 2 * c.tunnel_message_s), key_in=c.complete_key_s + c.arrived_key_s,
+            server_in=plan.parts * (m.serve_s + m.tensor_s) + plan.share * m.receive_byte_s,
+            server_out=plan.parts * m.tensor_s + plan.share * m.send_byte_s,
+            report_out=m.call_s * (others > 0), report_in=m.serve_s, key_in=c.complete_key_s + c.arrived_key_s,
             ledger=c.ledger_s + (c.ledger_trainer_s * plan.trainers if plan.mode == "sync" else 0.0),
-            order=others * max(c.call_s + gradients * c.order_key_s, tls * 2 * c.tunnel_message_s),
+            order=others * (m.call_s + gradients * c.order_key_s),
             update=elements * (gradients * c.apply_s + c.step_s),
         )  # fmt: skip
 
@@ -122,12 +126,12 @@ def formula(costs: Costs, plan: Plan) -> Rate:
     w, n = Work.of(costs, plan), plan.trainers
     server = w.server_in + w.server_out + w.report_out + w.update
     once = (plan.servers - 1) * w.report_in  # the lead, for one report of each other server
-    alone = w.trainer + 2 * w.trainer_link + server + once + lead_in(w, plan) + w.order + 4 * plan.delay_s + w.tunnel
+    alone = w.trainer + 2 * w.trainer_link + server + once + lead_in(w, plan) + w.order + 4 * plan.delay_s
     if plan.mode == "sync":
         crowd = _crowd(plan.server_cores, plan.servers)
         flows = {"trainers' processors": w.trainer * _crowd(plan.trainer_cores, n), "trainers' links": w.trainer_link,
                  "servers' links": n * w.link, "servers' processors": n * (w.server_in + w.server_out) * crowd,
-                 "tunnels": n * w.tunnel, "the lead": n * (lead_in(w, plan) + w.server_in + w.server_out)}  # fmt: skip
+                 "the lead": n * (lead_in(w, plan) + w.server_in + w.server_out)}  # fmt: skip
         count = reports(w, plan, max(flows.values()) - flows["the lead"])
         flows["the lead"] += count * once
         flows["servers' processors"] += count * w.report_out * crowd
@@ -141,7 +145,7 @@ def formula(costs: Costs, plan: Plan) -> Rate:
         return Rate(n / seconds, "computation" if plan.compute_s >= after[limit] else limit, seconds)
     busy = {"trainers' processors": w.trainer / (plan.trainer_cores or n), "trainers' links": w.trainer_link / n,
             "servers' links": w.link, "servers' processors": server * _crowd(plan.server_cores, plan.servers),
-            "tunnels": w.tunnel, "the lead": once + lead_in(w, plan) + w.order + server - w.report_out,
+            "the lead": once + lead_in(w, plan) + w.order + server - w.report_out,
             "computation": plan.compute_s / n}  # fmt: skip
     alone = max(alone, plan.compute_s) if plan.overlap else alone + plan.compute_s
     limit = max(busy, key=lambda name: busy[name])

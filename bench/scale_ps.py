@@ -29,16 +29,16 @@ PLANS = {
     "async": replace(LARGE, mode="async", overlap=True),
     "local": replace(LARGE, compute_s=INNER_STEPS * LARGE.compute_s, overlap=True),
     "local, int8": replace(LARGE, compute_s=INNER_STEPS * LARGE.compute_s, overlap=True, bytes_each=1.016),
-    "sync, TLS=off": replace(LARGE, tls=False),
+    "sync, TLS=off": replace(LARGE, connection="tcp"),
     "sync, 10 servers": replace(LARGE, servers=10),
 }
 
 
 def measured_here(mode: str, servers: int, trainers: int, server_cores: int) -> Plan:
-    """The plan that `growth_ps` measures: no tunnels, no network, and posers that share one core."""
+    """The plan that `growth_ps` measures: one machine, and posers that share one core."""
     settings = config.load(PsSettings, update_mode=mode, servers=servers)
     parts = model.parts(model.build(settings), settings)
-    return Plan(trainers, servers, parts[-1].stop, mode, tls=False, parts=max(1, round(len(parts) / servers)),
+    return Plan(trainers, servers, parts[-1].stop, mode, connection="unix", parts=max(1, round(len(parts) / servers)),
                 server_cores=min(server_cores, servers), trainer_cores=1)  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def lead_busy(costs: Costs, plan: Plan) -> float:
 def large(costs: Costs, updates: int) -> Table:
     """1,000 trainers on 100 servers, by formula and, with `updates`, by simulation."""
     shown = Table("1,000 trainers, 100 servers", "seconds from push to push", "simulated", "limited by", "lead busy, s",
-                  "a server's CPU, s", "a tunnel's, s", "a server's link, s", "gradients in a report, simulated",
+                  "a server's CPU, s", "a server's link, s", "gradients in a report, simulated",
                   title="100 million parameters, 10 Gbit/s")  # fmt: skip
     for what, plan in PLANS.items():
         work, rate, n = Work.of(costs, plan), formula(costs, plan), plan.trainers
@@ -79,7 +79,7 @@ def large(costs: Costs, updates: int) -> Table:
         server = n * (work.server_in + work.server_out)
         server += (work.report_out + work.update) * (1 if plan.mode == "sync" else n)
         shown.add_row(what, f"{n / rate.pushes_per_s:.1f}", simulated, rate.limit, f"{lead_busy(costs, plan):.2f}",
-                      f"{server:.2f}", f"{n * work.tunnel:.2f}", f"{n * work.link:.2f}", count)  # fmt: skip
+                      f"{server:.2f}", f"{n * work.link:.2f}", count)  # fmt: skip
     return shown
 
 

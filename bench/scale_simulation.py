@@ -35,7 +35,6 @@ class Simulation:
         self.servers = [shared[number % len(shared)] for number in range(s)]
         cores = [Queue() for _ in range(plan.trainer_cores or n)]
         self.trainers = [cores[number % len(cores)] for number in range(n)]
-        self.tunnels = [Queue() for _ in range(s)]
         self.up, self.down = [Queue() for _ in range(n)], [Queue() for _ in range(n)]  # of trainers
         self.into, self.out = [Queue() for _ in range(s)], [Queue() for _ in range(s)]  # of servers
         self.pushes: list[float] = []  # when each was answered, whole
@@ -93,10 +92,7 @@ class Simulation:
         # cut through: a link that is free adds nothing to what the sender's link took
         begin = max(now - self.work.link, self.into[server].free_at)
         received = self.into[server].take(begin, self.work.link)
-        self._at(max(now, received), self._tunnel, trainer, server)
-
-    def _tunnel(self, now: float, trainer: int, server: int) -> None:
-        self._at(self.tunnels[server].take(now, self.work.tunnel / 2), self._serve, trainer, server)
+        self._at(max(now, received), self._serve, trainer, server)
 
     def _serve(self, now: float, trainer: int, server: int) -> None:
         self._at(self.servers[server].take(now, self.work.server_in), self._complete, trainer, server)
@@ -152,7 +148,6 @@ class Simulation:
         now = self.servers[server].take(now, self.work.update)
         for trainer in self._queue[0]:
             leaves = self.servers[server].take(now, self.work.server_out)
-            leaves = self.tunnels[server].take(leaves, self.work.tunnel / 2)
             sent = self.out[server].take(leaves, self.work.link)
             self._at(sent + self.plan.delay_s, self._answer, trainer)
         self._at(self.servers[server].free_at + self.plan.delay_s * bool(server), self._made)

@@ -1,10 +1,14 @@
 """What connections between ranks can do, measured by a job of its own: `rolecall run bench/tls_job.py`.
 
 Rank 0 calls a member, with one call under way, and two members add up tensors. Rank 0 returns the median seconds of a
-round trip, of a transfer there and back, and of an all-reduce.
+round trip, of a transfer there and back, and of an all-reduce, and how many bytes its worker's TLS connections carried.
 """
 
+import gc
+import socket
+import ssl
 import statistics
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +23,7 @@ BULK = 4_800_000  # of a transfer, each way
 REDUCED = 4_000_000  # of an all-reduce, at each member
 TIMEOUT = 30.0  # seconds of a call
 SETTLE = 4.0  # seconds at the end: tunnels report what they carried once a second
+TCP_BYTES = struct.Struct("120x2Q")  # of the kernel's tcp_info: bytes that the peer acknowledged, and received ones
 
 
 class Link(Settings):
@@ -77,6 +82,13 @@ def allreduce(context: Context[Link]) -> float:
     return max(context.options(timeout=2 * TIMEOUT).call_all(Member.reduce, context.settings.reductions))
 
 
+def tls_bytes() -> int:
+    """Bytes that the open TLS connections of this process have carried, both ways."""
+    sockets = [each for each in gc.get_objects() if isinstance(each, ssl.SSLSocket) and each.fileno() >= 0]
+    infos = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_BYTES.size) for each in sockets]
+    return sum(sum(TCP_BYTES.unpack(info)) for info in infos)
+
+
 MEASURES = {"rtt": rtt, "bulk": bulk, "allreduce": allreduce}
 
 
@@ -93,8 +105,9 @@ def lead(context: Context[Link]) -> dict[str, float]:
         part = parts[step - 1]
         state[part] = MEASURES[part](context)
         context.log(message=part, median_s=state[part])
+    encrypted = tls_bytes()
     time.sleep(SETTLE)
-    return dict(state)
+    return {**state, "tls_bytes": encrypted}
 
 
 JOB = Job([Role("lead", lead), Role("member", Member, count=2)], settings=Link, check=check)

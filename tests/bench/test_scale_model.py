@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
+from bench import costs_ps
 from bench.growth_ps import layout
-from bench.scale_model import Costs, Plan, Work, formula
+from bench.scale_model import Costs, MessageCosts, Plan, Work, formula
 from bench.scale_simulation import Queue, Simulation
+from rolecall.wire.connecting import Kind
 
+PLAIN = MessageCosts(call_s=6e-5, serve_s=6e-5, tensor_s=2e-5, send_byte_s=3e-10, receive_byte_s=3e-10)
 COSTS = Costs(
-    call_s=6e-5,
-    serve_s=6e-5,
-    tensor_s=2e-5,
-    send_byte_s=3e-10,
-    receive_byte_s=3e-10,
-    tunnel_message_s=1e-4,
-    tunnel_byte_s=1e-9,
+    messages={"unix": PLAIN, "tcp": PLAIN, "tls": replace(PLAIN, send_byte_s=1e-9, receive_byte_s=1e-9)},
     apply_s=5e-10,
     step_s=1e-9,
     ledger_s=2e-5,
@@ -27,7 +25,14 @@ COSTS = Costs(
     arrived_key_s=1e-6,
 )
 SMALL = Plan(20, 4, 1_200_000, compute_s=0.03, link_bits_s=1e10, delay_s=1e-4)
-HERE = Plan(8, 1, 1_200_000, tls=False, server_cores=1, trainer_cores=1)
+HERE = Plan(8, 1, 1_200_000, connection="unix", server_cores=1, trainer_cores=1)
+
+
+def test_the_costs_that_were_measured() -> None:
+    costs = Costs.load()
+    assert set(costs.messages) == set(get_args(Kind))
+    assert formula(costs, SMALL).pushes_per_s < formula(costs, replace(SMALL, connection="tcp")).pushes_per_s
+    assert all(seconds > 0 for seconds in costs_ps.update_seconds())
 
 
 def test_a_queue_serves_one_thing_at_a_time() -> None:
@@ -64,7 +69,7 @@ def test_a_simulation_is_the_same_each_time() -> None:
 
 
 def test_a_single_push_takes_what_its_parts_take() -> None:
-    plan = replace(SMALL, trainers=1, servers=1, tls=False, delay_s=0.5, link_bits_s=1e6)
+    plan = replace(SMALL, trainers=1, servers=1, connection="tcp", delay_s=0.5, link_bits_s=1e6)
     work = Work.of(COSTS, plan)
     parts = [plan.compute_s, work.trainer, 2 * work.link, work.server_in, work.ledger, work.update, work.server_out]
     assert 1 / Simulation(COSTS, plan).run(3) == pytest.approx(sum(parts) + 2 * plan.delay_s)
@@ -87,7 +92,6 @@ def test_reports_grow_while_the_lead_is_busy_so_that_they_limit_async_alone() ->
     assert gradients(replace(SMALL, trainers=1)) == 1
     many = replace(SMALL, trainers=100, servers=40)
     assert gradients(many) > 5
-    assert formula(COSTS, many).limit == "tunnels"
     one_by_one = replace(many, mode="async")
     assert gradients(one_by_one) < 1.5, "after the first gradients, which come at the same time, one"
     assert formula(COSTS, one_by_one).limit == "the lead"

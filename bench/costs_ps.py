@@ -85,7 +85,7 @@ def _keys(tell: ranks.Tell, kind: Kind, directory: str) -> tuple[float, float]:
     process."""
     _connect(kind, directory)
     call_s, serve_s = _both(SMALL, Taker.take, GradientKey(_trainer("1000"), 1000))
-    keys = [GradientKey(f"trainer_{number}", 1000) for number in range(KEYS)]
+    keys = [GradientKey(_trainer(str(number)), 1000) for number in range(KEYS)]
     order = UpdateShard(1, dict.fromkeys(keys, 1 / KEYS), 1.0, tuple(keys))
     ordered, _ = _both(ORDERED, Taker.take, order)
     _, reported = _both(ORDERED, Taker.take, keys)

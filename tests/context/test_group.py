@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,15 @@ def test_call_all_yields_answers_and_calls_at_once(context: Context, wire: Wire)
     wire.answer("observer_1", None)
     wire.answer("observer_0", 8)
     assert list(answers) == [None, 8]
+
+
+def test_only_the_members_that_are_named_are_called(context: Context, wire: Wire) -> None:
+    """Of these, not one that was lost and has joined again since."""
+    answers = context.options(to=[replace(ONE, join=3), TWO]).call_each(Observer.double, 4)
+    assert [to for to, *_ in wire.calls] == ["observer_1"]
+    wire.answer("observer_1", 8)
+    assert list(answers) == [(TWO, 8)]
+    assert list(context.options(to=[]).call_each(Observer.double, 4)) == []
 
 
 @pytest.mark.parametrize("error", [GONE, LATE])

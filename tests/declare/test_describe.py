@@ -94,7 +94,7 @@ def test_a_built_in_job_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
     job = describe.ask("rl", ["--observers", "3", "--plain"])
     assert (job.name, job.target, job.version, job.identity) == ("rl", "rl", __version__, f"rl ({__version__})")
-    assert job.roles == (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 3, 1, 64, True))
+    assert job.roles == (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 3, 1, 64, True, stays=True))
     assert (job.ranks, job.score, job.unit, job.lower, job.plain) == (4, "return", "steps", False, True)
     assert (job.flags, job.settings["observers"]) == ({"OBSERVERS": "3"}, 3)
     assert job.preload("agent") == tuple(registry.get("rl").roles[0].preload)

@@ -17,7 +17,7 @@ import pytest
 from structlog.typing import EventDict
 
 from rolecall.config import Settings
-from rolecall.declare.task import Task
+from rolecall.declare.task import Attachment, Task
 from rolecall.errors import UsageError
 from rolecall.observe.sinks import build as building
 from rolecall.observe.sinks import feed
@@ -187,7 +187,7 @@ def test_named_values_are_sent_if_there_are_sinks(tmp_path: Path, sinks: str, to
 def test_a_heartbeat_carries_named_values() -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        pipe = WorkerEnd(theirs, Task("rl", Settings(), AGENT), None)
+        pipe = WorkerEnd(theirs, Task("rl", Settings(), "agent", 0), None)
         pipe.value("depth", 3, 2)
         pipe.report()
         report = decode_from_worker(ours.recv_bytes())
@@ -199,7 +199,7 @@ def test_a_heartbeat_carries_named_values() -> None:
 def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
     """A worker that is killed right after it has written one leaves nothing out of the curves."""
     ours, theirs = multiprocessing.Pipe()
-    task = Task("rl", Settings(checkpoint_dir=tmp_path), AGENT, (AGENT,), 1)
+    task = Task("rl", Settings(checkpoint_dir=tmp_path), "agent", 0, attachment=Attachment(1, AGENT, (AGENT,)))
     with ours, theirs:
         pipe = WorkerEnd(theirs, task, None)
         checkpoints = worker._checkpoints(task, pipe)

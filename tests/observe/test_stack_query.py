@@ -58,7 +58,7 @@ class Worker:
     phase_since: float = field(default_factory=time.monotonic)
     last_heartbeat: float = field(default_factory=time.monotonic)
     long_calls: tuple[pending_calls.Reported, ...] = ()
-    task: Any = field(default_factory=lambda: SimpleNamespace(generation=3))
+    generation: int = 3
 
     @property
     def pid(self) -> int:

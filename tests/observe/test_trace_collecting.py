@@ -7,12 +7,11 @@ import json
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from rolecall.config import Settings
-from rolecall.declare.task import Peer, Task
 from rolecall.gang.protocol import Key
 from rolecall.rank import collecting, tracing
 from rolecall.rank.collecting import Collector
@@ -30,8 +29,8 @@ class Worker:
     """A worker process, of which only what it is told is known."""
 
     def __init__(self, generation: int, traced: bool = True) -> None:
-        self.state, self.alive, self.traced = "running", True, traced
-        self.task = Task("job", Settings(), Peer("ps", 0, 1), (Peer("ps", 0, 1),), generation)
+        self.state, self.alive, self.traced, self.generation = "running", True, traced, generation
+        self.task = SimpleNamespace(check=False)
         self.sent: list[RecordTrace] = []
 
     def send(self, message: RecordTrace) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rolecall.errors import FAILED, USAGE
 from rolecall.gang.admission import Admission
 from rolecall.gang.budget import RestartBudget
-from rolecall.gang.compact import answer_to, name_of_directive, pack, text_of
+from rolecall.gang.compact import name_of_directive, text_of
 from rolecall.gang.directives import Epochs
 from rolecall.gang.generation import Drain, Generation, Part
 from rolecall.gang.protocol import (
@@ -17,7 +17,6 @@ from rolecall.gang.protocol import (
     DETACHED,
     DRAIN_EXEMPT_PHASES,
     ERRORS,
-    JOIN_SECONDS,
     OVER,
     PEER_REPORT_SECONDS,
     Answer,
@@ -108,7 +107,6 @@ class Gang:
         self._ticked, self._resumed_at = now, float("-inf")
         self._finishing = False  # rank 0's worker has finished; DONE is not on disk
         self._verdict: Verdict | None = None  # FAILED is not on disk
-        self._joins_at = float("-inf")  # when the next ones may join
         self._writing: Effect | None = None
         self._writing_since = now
 
@@ -119,14 +117,9 @@ class Gang:
         Raises RejectedError."""
         if beat.heartbeat is not None:
             return self.receive(beat.heartbeat, now)
-        key = self._roster.place_of(beat.incarnation)
-        member = self.members.get(key) if key else None
-        if key is None or member is None:
-            return None
-        if (member.heartbeat.incarnation, member.heartbeat.sequence) != (beat.incarnation, beat.since):
-            return None
-        if beat.sequence > member.sequence:
-            self._hear(key, member, beat.sequence, now)
+        key = self._roster.renewed(beat, self.members)
+        if key and beat.sequence > self.members[key].sequence:
+            self._hear(key, self.members[key], beat.sequence, now)
         return key
 
     def receive(self, heartbeat: Heartbeat, now: float) -> Key:
@@ -191,11 +184,8 @@ class Gang:
         mine = self.generation.parts.get(key)
         if mine is None or mine.number != worker.join:
             return  # a worker of an earlier part
-        if worker.state == "ready" and worker.outcome == "lost" and self._live(key):
-            self._detached(key, worker, now)
-            return
-        if worker.state != "ended":
-            return
+        if worker.state != "ended" and not (worker.state == "ready" and worker.outcome == "lost"):
+            return  # nor has it left by itself, since it lost a peer, or rank 0 was silent
         if not self._live(key) and not self.generation.was_unreachable(key, heartbeat):
             return
         reason = f"{name_of(key)}: {worker.error}"
@@ -208,7 +198,8 @@ class Gang:
         elif worker.outcome in ERRORS and (cause := self._budget.failed(self.generation.number, reason)):
             self._fail(Verdict(cause, FAILED), now)
         else:
-            reason = f"the worker of {name_of(key)} ended: {worker.outcome}"
+            ended = f"the worker of {name_of(key)} ended: {worker.outcome}"
+            reason = f"{name_of(key)} left the generation: {worker.error}" if worker.state == "ready" else ended
             self._lose(key, worker.outcome, reason, now, _end_of(key, worker))
 
     def _follow_joining(self, key: Key, part: Part, worker: WorkerStatus, now: float) -> None:
@@ -229,13 +220,6 @@ class Gang:
                 self._fail(Verdict(cause, FAILED), now)
             case "ended":
                 self._lose(key, worker.outcome, f"the worker of {name_of(key)} ended: {worker.outcome}", now)
-
-    def _detached(self, key: Key, worker: WorkerStatus, now: float) -> None:
-        """A worker that stays has left the generation by itself, since it lost a peer, or rank 0 was silent."""
-        if self._elastic(key):
-            self._lose(key, "lost", f"{name_of(key)} left the generation: {worker.error}", now)
-        else:
-            self.generation.peer_lost_at.setdefault(key, now)
 
     def _follow_rank0(self, heartbeat: Heartbeat, now: float) -> None:
         """Rank 0's worker. Its success counts even if its generation has just ended because of another rank."""
@@ -414,19 +398,13 @@ class Gang:
     def _join(self, now: float) -> Effect | None:
         """Those that have joined are in, and those that are ready may join: in batches, since each member learns of
         them. Returns the effect that puts the places of the latter on disk."""
-        generation = self.generation
-        if now >= self._joins_at:
-            if joined := generation.admit(now):
-                self._joins_at = now + JOIN_SECONDS
-                self._admission.joined(joined, now)
-                self._epochs.advance()
-                waits = tuple(round(seconds, 3) for seconds in joined.values())
-                self.events.append(Event("joined", members=text_of(joined), seconds=max(waits), joins=waits))
-            if generation.batch is None and (ready := generation.ready()):
-                members = tuple(dict.fromkeys((*generation.keys, *ready)))
-                generation.batch = Effect("join", generation.number, members, budget=self.budget)
-                self._joins_at = now + JOIN_SECONDS
-        return generation.batch
+        joined = self.generation.join(now, self.budget)
+        if joined:
+            self._admission.joined(joined, now)
+            self._epochs.advance()
+            waits = tuple(round(seconds, 3) for seconds in joined.values())
+            self.events.append(Event("joined", members=text_of(joined), seconds=max(waits), joins=waits))
+        return self.generation.batch
 
     def _check_drain(self, now: float) -> None:
         drain = self.generation.drain
@@ -460,43 +438,23 @@ class Gang:
         `end` says how the worker ended, for the budget."""
         if self._closing:
             return
-        if self._joins(key):
-            self._end_joining(key, cause, end or reason, now)
+        joins = self._joins(key) is not None
+        if not joins and not self._live(key):
             return
-        if not self._live(key):
+        orderly = ("left",) if joins else ("left", "lost", "replaced")
+        if self._elastic(key) and cause not in orderly and (verdict := self._admission.died(key, end or reason, now)):
+            self._fail(verdict, now)
             return
-        died = self._elastic(key) and cause not in ("left", "lost", "replaced")
-        if died and self._dies_too_often(key, end or reason, now):
-            return
-        if not self._elastic(key) or not self.generation.connected:
+        if not joins and (not self._elastic(key) or not self.generation.connected):
             self._stop(cause, reason, now, end)
             return
         self.generation.lose(key, cause, end or reason)
         self.members[key].ends = cause == "replaced"
-        if cause == "lost":  # it lost a peer, which reports its own end in a moment
+        if cause == "lost" and not joins:  # it lost a peer, which reports its own end in a moment
             self.generation.hold_until = now + PEER_REPORT_SECONDS
         self._epochs.advance()
         self.members[key].stop_epoch = self._epochs.newest
         self.events.append(Event("lost", cause=cause, reason=reason))
-
-    def _end_joining(self, key: Key, cause: Cause, end: str, now: float) -> None:
-        """A member that joins is lost: its worker could not load, or not join, or its rank is gone."""
-        if cause != "left" and self._dies_too_often(key, end, now):
-            return
-        self.generation.lose(key, cause, end)
-        self._epochs.advance()
-        self.members[key].stop_epoch = self._epochs.newest
-        self.events.append(Event("lost", cause=cause, reason=end))
-
-    def _dies_too_often(self, key: Key, reason: str, now: float) -> bool:
-        """An elastic rank's worker died. Returns whether the job fails of that."""
-        role, deaths = self.roles[key[0]], self._admission.died(key, now)
-        if not role.required or role.restarts is None or deaths <= role.restarts:
-            return False
-        times = f" {deaths} times in a row," if deaths > 1 else ""
-        story = f"{name_of(key)} died{times} before it had been in for {self.rules.stable_after:g} s: {reason}"
-        self._fail(Verdict(story, FAILED), now)
-        return True
 
     def _stop(self, cause: Cause, reason: str, now: float, end: str = "") -> None:
         """Ends the generation; or the job, if that is one generation without progress too many."""
@@ -546,7 +504,7 @@ class Gang:
             over, reason = self.state, self.reason
             return Directive(over, ordinal, epoch, role=role, reason=reason, code=self.code, final=self.final)
         if self._live(key) or self._joins(key):
-            order = self._order_to_run(key)
+            order = self.generation.order(key, epoch, self._stays(key))
             drain = self.generation.drain if self.state == "draining" else None
             if drain and key == self.rank0:
                 return replace(order, drain=True, reason=self.reason)
@@ -559,31 +517,9 @@ class Gang:
         keeps = self._stays(key) and not (member and member.ends)
         return Directive("detach" if keeps else "stop", ordinal, epoch, role=role, reason=self.reason)
 
-    def _order_to_run(self, key: Key) -> Directive:
-        generation, (role, ordinal) = self.generation, key
-        part = generation.parts[key]
-        order = Directive(
-            "load",
-            ordinal,
-            self._epochs.newest,
-            role=role,
-            generation=generation.number,
-            join=part.number,
-            stays=self._stays(key),
-        )
-        if part.state in ("loading", "ready"):
-            return order
-        keys, lost = generation.keys, generation.lost_keys
-        if part.state != "in":
-            lost = tuple(other for other in lost if other != key)
-        return replace(order, kind="run", members=keys, listed=len(keys), lost=lost, joined=generation.joined)
-
     def answer(self, key: Key, beat: Beat) -> Answer:
         """The answer to `beat` of the member `key`: what it must do now, as far as it does not know."""
-        generation, directive = self.generation, self.directive(key)
-        same = directive.lost == generation.lost_keys
-        lost = generation.lost_ranges if same else pack(directive.lost)
-        return answer_to(self.incarnation, beat, directive, generation.ranges, lost)
+        return self.generation.answer(self.incarnation, beat, self.directive(key))
 
     def answer_if_due(self, key: Key, beat: Beat, received_at: float, now: float) -> Answer | None:
         """The answer to `beat`; None while the request is to wait for another directive."""

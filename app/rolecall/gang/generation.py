@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rolecall.gang.compact import pack
-from rolecall.gang.protocol import Cause, Effect, Heartbeat, Join, Key
+from rolecall.gang.compact import answer_to, pack
+from rolecall.gang.protocol import JOIN_SECONDS, Answer, Beat, Budget, Cause, Directive, Effect, Heartbeat, Join, Key
 from rolecall.gang.roster import MemberRecord
 
 PartState = Literal["loading", "ready", "joining", "met", "in", "lost"]
@@ -74,6 +74,7 @@ class Generation:
     def __post_init__(self) -> None:
         self.parts = {key: Part(incarnation) for key, incarnation in self.members.items()}
         self.batch: Effect | None = None  # puts the places of those that were ready on disk
+        self._joins_at = self.started  # when the next ones may join
         self._joins = 0
         self._list(tuple(self.members))
 
@@ -103,9 +104,24 @@ class Generation:
             return None
         return None if part.state in ("in", "lost") else part
 
-    def ready(self) -> tuple[Key, ...]:
-        """Those that can join as soon as their places are on disk."""
-        return tuple(key for key, part in self.parts.items() if part.state == "ready")
+    def join(self, now: float, budget: Budget) -> dict[Key, float]:
+        """Those whose workers have met the others' are in, and those that are ready may join once `batch` is on disk:
+        in batches, since each member learns of them. Returns the seconds that each took that is in now."""
+        joined: dict[Key, float] = {}
+        if now < self._joins_at:
+            return joined
+        for key, part in self.parts.items():
+            if part.state == "met":
+                part.state, joined[key] = "in", now - part.since
+                self.causes.pop(key, None)
+        ready = tuple(key for key, part in self.parts.items() if part.state == "ready")
+        if self.batch is None and ready:
+            self.batch = Effect("join", self.number, tuple(dict.fromkeys((*self.keys, *ready))), budget=budget)
+        if joined:
+            self._list(self.keys)
+        if joined or ready:
+            self._joins_at = now + JOIN_SECONDS
+        return joined
 
     def begin_joining(self, keys: Iterable[Key]) -> None:
         """The places of `keys` are on disk: the workers of those that are ready may meet the others'."""
@@ -115,16 +131,6 @@ class Generation:
                 part.state = "joining"
         new = (key for key in keys if key in self.parts and key not in self.keys)
         self._list((*self.keys, *new))
-
-    def admit(self, now: float) -> dict[Key, float]:
-        """Those whose workers have met the others' are in. Returns the seconds that each took to join."""
-        met = {key: now - part.since for key, part in self.parts.items() if part.state == "met"}
-        for key in met:
-            self.parts[key].state = "in"
-            self.causes.pop(key, None)
-        if met:
-            self._list(self.keys)
-        return met
 
     # ---- those that are in, or lost
 
@@ -154,3 +160,19 @@ class Generation:
         """Whether rank 0's worker gave this member up, maybe before its supervisor reported how its worker ended."""
         part = self.parts.get(key)
         return self.causes.get(key) == "unreachable" and part is not None and part.incarnation == heartbeat.incarnation
+
+    # ---- directives
+
+    def order(self, key: Key, epoch: int, stays: bool) -> Directive:
+        """What a member that is in, or joins, must do."""
+        part, (role, ordinal) = self.parts[key], key
+        order = Directive("load", ordinal, epoch, role=role, generation=self.number, join=part.number, stays=stays)
+        if part.state in ("loading", "ready"):
+            return order
+        lost = self.lost_keys if part.state == "in" else tuple(other for other in self.lost_keys if other != key)
+        return replace(order, kind="run", members=self.keys, listed=len(self.keys), lost=lost, joined=self.joined)
+
+    def answer(self, coordinator: str, beat: Beat, directive: Directive) -> Answer:
+        """The answer to `beat`: what its member does not have of `directive`."""
+        lost = self.lost_ranges if directive.lost == self.lost_keys else pack(directive.lost)
+        return answer_to(coordinator, beat, directive, self.ranges, lost)

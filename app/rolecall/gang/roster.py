@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rolecall.gang.protocol import ATTACHED, Directive, Heartbeat, Key, RejectedError, RoleSpec, SharedSettings, name_of
+from rolecall.gang.protocol import (
+    ATTACHED,
+    Beat,
+    Directive,
+    Heartbeat,
+    Key,
+    RejectedError,
+    RoleSpec,
+    SharedSettings,
+    name_of,
+)
 
 MAX_NAMED_SETTINGS = 3
 MAX_VALUE_CHARACTERS = 80
@@ -79,9 +89,14 @@ class Roster:
         self._retire_older(key, heartbeat)
         return key
 
-    def place_of(self, incarnation: str) -> Key | None:
-        """The last place of `incarnation`; another may have it by now."""
-        return self._places.get(incarnation)
+    def renewed(self, beat: Beat, members: Members) -> Key | None:
+        """The member whose newest heartbeat `beat` renews; None if it is not there."""
+        key = self._places.get(beat.incarnation)  # the last place of that incarnation; another may have it by now
+        member = members.get(key) if key else None
+        if member is None:
+            return None
+        held = member.heartbeat.incarnation, member.heartbeat.sequence
+        return key if held == (beat.incarnation, beat.since) else None
 
     def vacate(self, key: Key) -> None:
         """The place `key` is free."""

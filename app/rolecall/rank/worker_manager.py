@@ -181,8 +181,8 @@ class WorkerManager:
             self.files.use(worker.task.directory)
 
     def _make(self, place: Key, attachment: Attachment | None, is_rank0: bool = False) -> WorkerProcess:
-        own = [self.worker] if self.worker and self.worker.alive else []
-        in_use = [worker.task.directory for worker in (*own, *self.spare_workers)]
+        live = [self.worker] if self.worker and self.worker.alive else []
+        in_use = [worker.task.directory for worker in (*live, *self.spare_workers)]
         directory = self.files.free([folder for folder in in_use if folder])
         settings = self.settings
         if attachment is None:  # no name for the file of a trace; `recordings` begins it once the worker runs

@@ -153,17 +153,17 @@ class History:
 
     def add_ranks(self, count: int, generation: int, ranks: str) -> list[Row]:
         """Adds that `count` ranks joined a running generation; `ranks` names them. Returns the rows to be written."""
-        return self._happen("joined", generation, "", ranks, count)
+        return self._happen("joined", generation, reason=ranks, count=count)
 
     def keep_workers(self, count: int, generation: int) -> list[Row]:
         """Adds that a generation began with `count` workers that stayed; returns the rows to be written."""
-        return self._happen("stayed", generation, "", "", count)
+        return self._happen("stayed", generation, count=count)
 
-    def _happen(self, what: What, generation: int, cause: str, reason: str, count: int = 1) -> list[Row]:
+    def _happen(self, what: What, generation: int, cause: str = "", reason: str = "", *, count: int = 1) -> list[Row]:
         if not generation or not count:
             return []
         last = (reason.strip().splitlines() or [""])[-1][:MAX_REASON]  # of a traceback, the error itself
-        event = Event(what, generation, round(time.time(), 3), cause, last, count)
+        event = Event(what, generation, round(time.time(), 3), cause, reason=last, count=count)
         return self._add({"kind": "event", **asdict(event)})
 
     def close(self) -> list[Row]:

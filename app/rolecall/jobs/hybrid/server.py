@@ -26,7 +26,7 @@ class Steps:
     """The steps of a generation: how many were made, and what its `trainers` have sent for later ones."""
 
     trainers: list[int]
-    made: int = 0
+    step: int = 0
     bags: dict[int, Bags] = field(default_factory=dict)  # of the next step, by trainer
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the vectors pooled from them, by trainer
     first_gradient_at: float = 0.0
@@ -89,7 +89,7 @@ class TableServer:
     @property
     def step(self) -> int:
         """The steps that were made."""
-        return self._steps.made
+        return self._steps.step
 
     def hold(self, table: Table) -> None:
         """Sets the table of this server."""
@@ -107,7 +107,7 @@ class TableServer:
         with self._using_table():
             if fill:
                 self.table.fill(self.context.threads)
-            self._steps.made = step
+            self._steps.step = step
             self.table.start(step)
 
     @remote
@@ -149,7 +149,7 @@ class TableServer:
                 answer.set_result(work())
 
         with self._lock:
-            if self._steps.made < step:
+            if self._steps.step < step:
                 self._steps.waiting.setdefault(step, []).append((respond, time.perf_counter()))
                 return answer
         respond()
@@ -199,10 +199,10 @@ class TableServer:
             self.table.advance(plan, plan.gradient(pooled).div_(len(gradients)))
         with self._lock:
             steps = self._steps
-            steps.made += 1
-            if steps.made == steps.saved:
+            steps.step += 1
+            if steps.step == steps.saved:
                 steps.begin_saving()
-            waiting = steps.waiting.pop(steps.made, [])
+            waiting = steps.waiting.pop(steps.step, [])
         for respond, since in waiting:  # before the metrics, for which no trainer waits
             self.metrics.hybrid_stall_seconds.labels("gradients").inc(time.perf_counter() - since)
             respond()
@@ -223,7 +223,7 @@ class TableServer:
     def _save_at(self, step: int, begin: Callable[[], None]) -> None:
         """Calls `begin` after step `step`, before the next one."""
         with self._lock:
-            assert step >= self._steps.made
+            assert step >= self._steps.step
             self._steps.saved, self._steps.begin_saving = step, begin
-            if step == self._steps.made:
+            if step == self._steps.step:
                 begin()

@@ -45,7 +45,7 @@ class Guess(gymnasium.Env[Any, Any]):
         return self._show(), reward, self.steps >= self.length, False, {}
 
 
-class Counted(Guess):
+class Resetting(Guess):
     """Adds a line to the file RESETS for each reset."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -195,7 +195,7 @@ gymnasium.register("Talks-v0", Talks)
 gymnasium.register("Loud-v0", Loud, reward_threshold=1000.0, kwargs={"seconds": 0.0005})
 gymnasium.register("Quick-v0", Guess, reward_threshold=3.6)
 gymnasium.register("Endless-v0", Guess, reward_threshold=1000.0, kwargs={"seconds": 0.008})
-gymnasium.register("Counted-v0", Counted, reward_threshold=1e9, kwargs={"length": 10**9, "seconds": 0.002})
+gymnasium.register("Resetting-v0", Resetting, reward_threshold=1e9, kwargs={"length": 10**9, "seconds": 0.002})
 gymnasium.register("NoThreshold-v0", Guess)
 gymnasium.register("Easy-v0", Guess, reward_threshold=0.0)
 

@@ -119,7 +119,7 @@ def test_a_file_is_run_scaled_and_listed(tmp_path: Path) -> None:
         until(lambda: log.exists() and "step 10\t" in log.read_text(), "ten rounds")
         scaled = command(tmp_path, "scale", "run", "thrower=2")
         assert (scaled.returncode, scaled.stdout) == (0, "rolecall: starting thrower 1\n"), scaled.stderr
-        until(lambda: "members='lead 0, thrower 0-1'" in log.read_text(), "the new rank's generation")
+        until(lambda: "gang joined" in log.read_text(), "the new rank to join")
         listed = command(tmp_path, "ps", "run")
         rows = [row.split()[:3] for row in listed.stdout.splitlines()[1:]]
         for rank in ("lead_0", "thrower_0", "thrower_1"):

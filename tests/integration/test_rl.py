@@ -54,7 +54,7 @@ def test_observers_keep_their_environments(cluster: MakeCluster, tmp_path: Path,
     """If one joins, no worker is restarted; if the agent's worker dies, the episodes go on."""
     resets = tmp_path / "resets"
     job = cluster(
-        ENV_ID=f"{ENVIRONMENTS}:Counted-v0", RESETS=str(resets), INFERENCE=inference, CHECKPOINT_INTERVAL="0.2"
+        ENV_ID=f"{ENVIRONMENTS}:Resetting-v0", RESETS=str(resets), INFERENCE=inference, CHECKPOINT_INTERVAL="0.2"
     ).start(1)
     job.trains()
     generation = job.agent.metric("generation")

@@ -47,13 +47,13 @@ def test_nothing_but_two_ports_listens_outside_of_loopback(cluster: MakeCluster)
 
 
 def test_a_rank_whose_tunnel_ends_says_so_and_is_started_again(kept: Cluster) -> None:
-    rank, generation = kept.observer(1), kept.agent.metric("generation")
+    rank, joins = kept.observer(1), kept.agent.metric("gang_joins_total")
     tunnel_of(rank).kill()
     assert rank.wait() == 1  # whoever started it starts it again
     assert rank.text().count("the tunnel has ended; this rank ends with it") == 1
     assert "Traceback" not in rank.text()
     rank.start()
-    until(lambda: kept.agent.metric("generation") > generation and kept.members() == 2, "both observers")
+    until(lambda: kept.agent.metric("gang_joins_total") > joins and kept.members() == 2, "both observers")
     kept.trains()
 
 

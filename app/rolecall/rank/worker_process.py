@@ -58,6 +58,10 @@ def _run(task: Task, connection: Any) -> None:
     importlib.import_module(fork_server.MAIN).main(task, connection)  # in the worker, where it is loaded already
 
 
+def _ignore() -> None:
+    """What calls `changed` for a worker that has ended."""
+
+
 class WorkerProcess:
     """One worker, from `start` to its end. `changed` is called whenever its status changes. Rank 0's `coordinator` keep
     the records that it sends.
@@ -363,6 +367,7 @@ class WorkerProcess:
         for event in (self._settled, self._detached, self.ended):
             event.set()
         self._changed()
+        self._changed = _ignore  # the other one may refer to this object, whose pipes would wait for a collection
 
     def _step_made(self) -> int:
         """The newest step in its metrics, which outlive it: its last report may be older. 0 before it has reported a

@@ -29,7 +29,7 @@ class Worker:
     """A worker process, of which only what it is told is known."""
 
     def __init__(self, generation: int, traced: bool = True) -> None:
-        self.state, self.alive, self.traced, self.generation = "running", True, traced, generation
+        self.state, self.alive, self.traced, self.generation, self.join = "running", True, traced, generation, 0
         self.task = SimpleNamespace(check=False)
         self.sent: list[RecordTrace] = []
 
@@ -46,10 +46,11 @@ class Rank:
         self.worker: Worker | None = None
         self.recordings = Recordings(directory, lambda: cast(WorkerProcess | None, self.worker))
 
-    def begin(self, generation: int) -> Path:
+    def begin(self, generation: int, join: int = 0) -> Path:
         """A worker's file."""
-        path = self.directory / file_name(generation)
+        path = self.directory / file_name(generation, join)
         process = {"job": "job", "role": self.key[0], "ordinal": self.key[1], "rank": 1, "generation": generation}
+        process["join"] = join
         path.write_text(json.dumps(["process", process]) + "\n")
         return path
 
@@ -107,6 +108,20 @@ def test_what_a_rank_records_is_copied_and_what_was_copied_is_deleted(rank: Rank
         assert second.exists()
 
     asyncio.run(steps())
+
+
+def test_a_worker_that_joins_again_has_a_copy_of_its_own(rank: Rank, tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    first, again = rank.begin(1), rank.begin(1, join=2)
+    rank.add(first, "a")
+    rank.add(again, "b")
+    text = first.read_text()
+    asyncio.run(collector(folder, rank).collect())
+    assert (folder / "ps-0-1.jsonl").read_text() == text
+    assert (folder / "ps-0-1-2.jsonl").read_text() == again.read_text()
+    rank.add(again, "c")
+    asyncio.run(collector(folder, rank).collect())  # rank 0 was started again
+    assert (folder / "ps-0-1-2.jsonl").read_text() == again.read_text()
 
 
 def test_a_large_file_comes_in_chunks(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

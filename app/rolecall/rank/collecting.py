@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -124,25 +125,22 @@ class Collector:
             self._ended.discard(key)
         return spans.ended
 
-    def _path(self, key: Key, generation: int) -> Path:
-        return self.folder / f"{key[0]}-{key[1]}-{generation}.jsonl"
+    def _path(self, key: Key, generation: int, join: int) -> Path:
+        return self.folder / f"{key[0]}-{key[1]}-{generation}{f'-{join}' if join else ''}.jsonl"
 
     def _resume(self, key: Key) -> Cursor:
         """If an earlier process of rank 0 has stopped: its files are copies of the ranks', from their beginning."""
-        generations = [
-            int(path.stem.rpartition("-")[2])
-            for path in self.folder.glob(f"{key[0]}-{key[1]}-*.jsonl")
-            if path.stem.rpartition("-")[2].isdecimal()
-        ]
-        if not generations:
+        form = re.compile(rf"{key[0]}-{key[1]}-(\d+)(?:-(\d+))?")
+        matches = (form.fullmatch(path.stem) for path in self.folder.glob(f"{key[0]}-{key[1]}-*.jsonl"))
+        parts = [(int(match[1]), int(match[2] or 0)) for match in matches if match]
+        if not parts:
             return Cursor()
-        newest = max(generations)
-        return Cursor(file_name(newest), self._path(key, newest).stat().st_size)
+        return Cursor(file_name(*max(parts)), self._path(key, *max(parts)).stat().st_size)
 
     def _write(self, key: Key, spans: Spans) -> None:
         """Appends to the file of a rank and generation. What was written of it before is known by its size."""
         self.folder.mkdir(exist_ok=True)
-        path = self._path(key, int(spans.process["generation"]))
+        path = self._path(key, int(spans.process["generation"]), int(spans.process.get("join", 0)))
         with path.open("ab") as file:
             if file.tell() > spans.offset:
                 file.truncate(spans.offset)  # a write failed halfway

@@ -39,15 +39,15 @@ class Recordings:
         self._until = max(self._until, time.monotonic() + seconds)
         if worker is None:
             newest = self._worker()
-            return Cursor(file_name((newest.generation if newest else 0) + 1))
-        path = self.directory / file_name(worker.generation)
+            return Cursor(file_name(newest.generation, newest.join + 1) if newest else file_name(1))
+        path = self.directory / file_name(worker.generation, worker.join)
         cursor = Cursor(path.name, path.stat().st_size if path.exists() else 0)
         self._record(worker, seconds)
         return cursor
 
     def _record(self, worker: WorkerProcess, seconds: float | None) -> None:
         worker.traced = True
-        worker.send(RecordTrace(self.directory / file_name(worker.generation), seconds))
+        worker.send(RecordTrace(self.directory / file_name(worker.generation, worker.join), seconds))
 
     def _running(self) -> WorkerProcess | None:
         worker = self._worker()

@@ -111,7 +111,8 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     if task.directory:
         telemetry.use_directory(task.directory)
     if settings.trace and task.directory:
-        path = task.directory / file_name(attachment.generation if attachment else 0)
+        part = (attachment.generation, attachment.me.join) if attachment else (0, 0)
+        path = task.directory / file_name(*part)
         pipe.record_trace(RecordTrace(path, None), attachment)
     context = Context(
         settings=settings,

@@ -24,7 +24,8 @@ KINDS = get_args(Kind)
 
 @dataclass(frozen=True)
 class Process:
-    """A worker: one rank in one generation, on `host`; its two clocks, `monotonic_ns` and `unix_ns`, read together."""
+    """A worker: one rank in one generation, as part `join` of it, on `host`; its two clocks, `monotonic_ns` and
+    `unix_ns`, read together."""
 
     job: str
     role: str
@@ -35,6 +36,7 @@ class Process:
     host: str
     monotonic_ns: int
     unix_ns: int
+    join: int = 0
 
     @cached_property
     def name(self) -> str:

@@ -15,9 +15,9 @@ MAX_FILES = 3  # in a folder, collected or not
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
-def file_name(generation: int) -> str:
-    """The name of the file of a generation's worker. Names sort by age."""
-    return f"trace-{generation:09d}.jsonl"
+def file_name(generation: int, join: int = 0) -> str:
+    """The name of the file of a worker, as the part `join` of a generation. Names sort by age."""
+    return f"trace-{generation:09d}-{join:06d}.jsonl"
 
 
 class SpanFile:

@@ -31,6 +31,7 @@ COLLECTIVES = {
 def record(job: str, me: Peer, generation: int, path: Path, seconds: float | None) -> None:
     """Makes this process record to `path` for `seconds`, or to its end. A file that cannot be written is logged."""
     about = {"job": job, "role": me.role, "ordinal": me.ordinal, "rank": me.rank, "generation": generation}
+    about["join"] = me.join
     try:
         recorder.start(path, about, seconds)
     except (OSError, RuntimeError) as error:  # no space, no thread

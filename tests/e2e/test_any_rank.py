@@ -78,7 +78,7 @@ def test_observer_cut_off_and_healed(training: Project) -> None:
     rank = training.containers("observer")[0]
     with cut_off(training, rank, "observer"):
         until(lambda: training.members("observer") == 1, "the silent observer to be given up")
-        until(lambda: rank.metric("generation") == 0, "its worker to be ended by its own supervisor")
+        until(lambda: rank.metric("generation") == 0, "its worker to leave the generation, as its own supervisor orders")
         training.trains()
     is_whole(training)
 
@@ -87,7 +87,7 @@ def test_agent_cut_off_and_healed(training: Project) -> None:
     agent, observers = training.rank0, training.containers("observer")
     with cut_off(training, agent, "agent"):
         for one in observers:
-            until(lambda one=one: one.metric("generation") == 0, f"{one.name} to end its worker")
+            until(lambda one=one: one.metric("generation") == 0, f"the worker of {one.name} to leave the generation")
         until(lambda: agent.metric("generation") == 0, "the agent to end its worker: nobody may train on beside it")
     is_whole(training)
 

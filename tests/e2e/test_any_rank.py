@@ -78,7 +78,7 @@ def test_observer_cut_off_and_healed(training: Project) -> None:
     rank = training.containers("observer")[0]
     with cut_off(training, rank, "observer"):
         until(lambda: training.members("observer") == 1, "the silent observer to be given up")
-        until(lambda: rank.metric("generation") == 0, "its worker to leave the generation, as its own supervisor orders")
+        until(lambda: rank.metric("generation") == 0, "its worker to leave the generation")
         training.trains()
     is_whole(training)
 

@@ -246,6 +246,9 @@ class Gang:
         part = self.generation.parts.get(key)
         if part is None or part.number != peer.join.number:
             return
+        if peer.replace and part.state == "lost" and (member := self.members.get(key)) and not member.ends:
+            member.ends = True  # it was given up before
+            self._epochs.advance()
         if peer.replace:
             self._lose(key, "replaced", f"{name_of(self.rank0)} wants another worker of {name_of(key)}", now)
         else:

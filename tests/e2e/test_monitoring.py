@@ -119,6 +119,8 @@ def test_every_query_of_the_dashboards_is_answered(clusters: dict[str, Cluster],
     for cluster in clusters.values():
         cluster.trains()
         cluster.first.kill_worker()
+        cluster.trains()
+        cluster.member(1).kill_worker()  # another one joins
     left = {query for name, queries in EVERY_QUERY.items() if name != "alerts" for query in queries} - OF_ALERTS
     assert len(left) > 100
 

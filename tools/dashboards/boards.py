@@ -140,8 +140,8 @@ RANKS_BOARD = dashboard(
             graph("Workers attached", "none", "How often a live worker joined a generation, per rank.",
                   (ranked("rolecall_worker_attaches_total"), RANK)),
             graph("Time to attach", "s", "Mean, from the order to join a generation until the worker runs in it.",
-                  (f"{ranked('rolecall_worker_attach_seconds_sum')} / "
-                   f"{ranked('rolecall_worker_attach_seconds_count')}", RANK)),
+                  (f"({ranked('rolecall_worker_attach_seconds_sum')}) / "
+                   f"({ranked('rolecall_worker_attach_seconds_count')})", RANK)),
             graph("Spares", "none", "Spare workers that are loaded (SPARES).",
                   (ranked("rolecall_spare_workers"), RANK)),
         ]),

@@ -120,7 +120,7 @@ class Member:
             telemetry.build(telemetry.WORKER, CollectorRegistry()),
             JOB,
             self.supervisor,
-            name=name,
+            place=Peer("player", int(name[-1]), -1),
             seeds=(1, int(name[-1])),
         )
 

@@ -52,12 +52,12 @@ class Context(Generic[S]):
         job: Job | None = None,
         supervision: Supervision | None = None,
         *,
-        name: str = "",
+        place: Peer | None = None,
         seeds: Sequence[int] = (),
         checkpoints: Checkpoints | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """Without an `attachment`, of the member `name`, whose `seed` depends on SEED and `seeds`."""
+        """Without an `attachment`, of the member at `place`, whose `seed` depends on SEED and `seeds`."""
         self.settings, self.metrics, self.job = settings, metrics, job
         self.supervision = supervision or Supervision()
         self.logger = telemetry.log()
@@ -67,7 +67,7 @@ class Context(Generic[S]):
         self.watchdog = watchdog or Watchdog(
             settings.phase_timeout, settings.stuck_seconds, limit_loading=attachment is None or attachment.me.rank == 0
         )
-        self.group = Group(settings, attachment, job=job, supervision=self.supervision, watchdog=self.watchdog)
+        self.group = Group(settings, attachment, place, job=job, supervision=self.supervision, watchdog=self.watchdog)
         self.calls = Calls(self.group)
         # see Calls: the same calls, without options
         self.call, self.call_each, self.call_all = self.calls.call, self.calls.call_each, self.calls.call_all
@@ -77,14 +77,14 @@ class Context(Generic[S]):
         self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)
         self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
         self.services = Services(self.group, self.progress, lambda: int(self.torch.start_store()))
-        self.dispatcher = Dispatcher(attachment.me.name if attachment else name, self.services)
+        self.dispatcher = Dispatcher(self.me.name, self.services)
         self.dispatcher.offer(self.shares)
 
     # ---- identity and peers
 
     @property
     def me(self) -> Peer:
-        """This member."""
+        """This member. Before its first generation, only its role and ordinal are known: its rank is -1."""
         return self.group.me
 
     @property
@@ -101,7 +101,7 @@ class Context(Generic[S]):
     @property
     def rank(self) -> int:
         """This rank, from 0 on, among the members of the generation."""
-        return self.me.rank
+        return self.group.attachment.me.rank
 
     @property
     def world_size(self) -> int:

@@ -28,13 +28,15 @@ class Group:
     """The members of the generation that this worker is a part of, as it sees them. `begin` makes it a part of one,
     `connect` and `open` give it what carries its calls, and `end` takes it out again; after that it may begin anew.
 
-    Without an `attachment` it is no part of a generation yet, and whoever asks for its peers waits.
+    Without an `attachment` it is no part of a generation yet, and whoever asks for its peers waits; only its own
+    `place` is known.
     """
 
     def __init__(
         self,
         settings: Settings,
         attachment: Attachment | None,
+        place: Peer | None = None,
         *,
         job: Job | None,
         supervision: Supervision,
@@ -49,6 +51,7 @@ class Group:
         self.logger = telemetry.log()
         self.drain_ordered = threading.Event()
         self._attachment: Attachment | None = None
+        self._place = place
         self._transport: Transport | None = None  # of the session, also while its workers meet
         self._waits = attachment is None  # calls wait for the transport
         self._was_open = False
@@ -139,7 +142,9 @@ class Group:
 
     @property
     def me(self) -> Peer:
-        """This member."""
+        """This member; before its first generation, its place."""
+        if self._attachment is None and self._place is not None:
+            return self._place
         return self.attachment.me
 
     @property

@@ -43,6 +43,7 @@ from rolecall.wire.session import Session
 KEPT_BYTES = 2**29  # of freed memory, for new tensors
 MAX_SUMMARY_BYTES = 32_000  # a summary travels in a heartbeat
 WITHOUT_GENERATION = 1  # last of the numbers that seed a worker which joins later, so that no other's are the same
+UNKNOWN_RANK = -1  # before the first generation
 _lock: FileLock | None = None
 
 
@@ -120,7 +121,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
         metrics=telemetry.build_worker([*telemetry.WORKER, *job.metrics], task.role, is_rank0),
         job=job,
         supervision=pipe,
-        name=Peer(task.role, task.ordinal, 0).name,
+        place=Peer(task.role, task.ordinal, UNKNOWN_RANK),
         seeds=(job.roles.index(role), task.ordinal, WITHOUT_GENERATION),
         checkpoints=_checkpoints(task, pipe) if is_rank0 else None,
         watchdog=watchdog,

@@ -126,9 +126,13 @@ class Settings(BaseSettings):
         10.0,
         description="seconds that a start waits for the count of an elastic role; after that, its minimum is enough",
     )
-    rejoin_interval: Seconds = Field(10.0, description="minimum seconds between two generations that admit new ranks")
+    rejoin_interval: Seconds = Field(
+        10.0, description="minimum seconds between two generations that admit new ranks of roles that do not stay"
+    )
     rejoin_timeout: Seconds = Field(600.0, description="seconds to wait for rank 0; at rank 0, for missing ranks")
-    connect_timeout: Seconds = Field(30.0, description="deadline of a generation's RPC rendezvous, in seconds")
+    connect_timeout: Seconds = Field(
+        30.0, description="seconds that the workers of a generation have to connect to each other"
+    )
     rpc_timeout: Seconds = Field(10.0, description="deadline of one remote call, in seconds")
     max_message_bytes: int = Field(
         16 * 2**30,

@@ -49,7 +49,7 @@ class Role:
     A start waits for `count` members. A `minimum` makes the role elastic: its members, at most `maximum`, may join and
     leave while the job trains. The three are numbers or names of settings. A member of an elastic role that dies within
     half a minute after it joined, more than once in a row, waits for `backoff` seconds, twice as long each time (None:
-    REJOIN_INTERVAL), at most `restarts` times (None: always). Then it is given up, or the job fails if `required`.
+    2 * REJOIN_INTERVAL), at most `restarts` times (None: always). Then it is given up, or the job fails if `required`.
 
     The workers of a role that `stays` keep their process and object when a generation ends because of others, and join
     a running one (default: those of an elastic role with a class). Those of other roles are fresh processes in each

@@ -185,7 +185,7 @@ class Gang:
         if mine is None or mine.number != worker.join:
             return  # a worker of an earlier part
         if worker.state != "ended" and not (worker.state == "ready" and worker.outcome == "lost"):
-            return  # nor has it left by itself, since it lost a peer, or rank 0 was silent
+            return  # one that is ready and lost has left by itself, for a lost peer or a silent rank 0
         if not self._live(key) and not self.generation.was_unreachable(key, heartbeat):
             return
         reason = f"{name_of(key)}: {worker.error}"

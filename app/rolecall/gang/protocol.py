@@ -10,9 +10,8 @@ Ranges = tuple[tuple[str, str], ...]  # a role and ordinals in it, as in ("obser
 WorkerState = Literal["none", "loading", "ready", "starting", "running", "ended"]
 Failure = Literal["failed", "crashed", "stuck"]
 Outcome = Failure | Literal["", "finished", "drained", "killed", "refused", "lost", "silent", "stopped"]
-Cause = (
-    Outcome | Literal["left", "restarted", "unreachable", "replaced"]
-)  # why a generation ended, or an elastic rank was lost
+# why a generation ended, or an elastic rank was lost
+Cause = Outcome | Literal["left", "restarted", "unreachable", "replaced"]
 GangState = Literal["gathering", "running", "draining", "stopping", "finished", "failed"]
 DirectiveKind = Literal["run", "load", "detach", "stop", "leave", "finished", "failed"]
 EffectKind = Literal["begin", "join", "done", "failed"]

@@ -37,7 +37,8 @@ class RankProcess:
     """A rank's process, with its log file. `show` displays a line; `crashed` is awaited after each crash, before the
     next start.
 
-    Its first start is a fork of `zygote`. A restarted rank imports all anew: nothing of what crashed is left in it.
+    It is a fork of `zygote`. After two crashes in a row it imports everything itself: the cause may be in what it
+    shares with the zygote.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class RankProcess:
             if code in FINAL_CODES or self.stopping:
                 return code
             pause = crashes.add(time.monotonic() - started)
+            if crashes.in_a_row > 1:
+                self._zygote = None
             if code > 0 and crashes.in_a_row >= MAX_CRASHES:
                 self.show(f"{self.name} crashed {crashes.in_a_row} times in a row (exit code {code}), see {self.log}")
                 return code
@@ -119,11 +122,11 @@ class RankProcess:
 
     async def _start(self, output: int) -> asyncio.subprocess.Process | Forked | None:
         """Starts the rank's process, unless it was to stop before it was there."""
-        zygote, self._zygote = self._zygote, None
-        if zygote:
+        if self._zygote:
             try:
-                return await asyncio.to_thread(zygote.fork, arguments(), self.environment, output, output)
+                return await asyncio.to_thread(self._zygote.fork, arguments(), self.environment, output, output)
             except ZygoteError as error:
+                self._zygote = None
                 if self.stopping:
                     return None
                 self.show(f"{self.name}: starts by itself, without the zygote: {error}")

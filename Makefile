@@ -129,8 +129,8 @@ up-script: given-SCRIPT $(BUILT) ## runs a torch RPC program, unmodified, in con
 given-%:
 	@test -n "$($*)" || { echo "rolecall: $* is missing: it names a file, such as ./pi.py" >&2; exit 2; }
 
-build/kubectl: k8s/kubectl.py | $(READY)
-	$(BIN)/python k8s/kubectl.py $@
+build/kubectl: tools/kubectl.py | $(READY)
+	$(BIN)/python tools/kubectl.py $@
 
 kubectl: $(KUBECTL) ## downloads kubectl to build/ if none is installed (Linux on x86-64)
 

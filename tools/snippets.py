@@ -1,4 +1,4 @@
-"""Fills the code of docs/ in from the files that it is taken from.
+"""Fills the code of README.md and docs/ in from the files that it is taken from.
 
 A page has `<!-- snippet: FILE [REGION] -->` and `<!-- end of snippet -->`; a file marks a region with `# region NAME`
 and `# endregion`. Without a region it is the whole file.
@@ -31,8 +31,8 @@ def code(file: str, region: str | None) -> str:
 
 
 def generate() -> dict[Path, str]:
-    """Every page of docs/ that has snippets, with its text."""
-    pages = {path: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    """README.md and every page of docs/ that has snippets, with its text."""
+    pages = {path: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
     return {path: fill(text) for path, text in pages.items() if SNIPPET.search(text)}
 
 

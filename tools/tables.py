@@ -42,6 +42,7 @@ ROOMS = (
     "observe",
     "rank",
     "launch",
+    "manifests.py",
     "new.py",
     "__main__.py",
 )

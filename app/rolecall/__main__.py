@@ -15,7 +15,7 @@ try:
     from rich.console import Console
     from rich.table import Table
 
-    from rolecall import config, fields, machine, new, secret, telemetry
+    from rolecall import config, fields, machine, manifests, new, secret, telemetry
     from rolecall.config import Settings
     from rolecall.declare import describe, loader, registry, sources
     from rolecall.errors import CRASHED, USAGE, RankError, UsageError
@@ -98,6 +98,7 @@ def _open_standard_streams() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rolecall", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"rolecall {config.__version__}")
     parser.set_defaults(handler=_rank, tied=0, restarts=0)
     commands = parser.add_subparsers(metavar="COMMAND")
     rank = commands.add_parser("rank", help="run the rank that the environment names (the default)")
@@ -152,6 +153,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     create.add_argument("name", metavar="NAME", help="of the folder, which is made here, and of the job")
     create.set_defaults(handler=_new)
+    write = commands.add_parser("manifests", help="write the kustomizations of a built-in job, for Kubernetes")
+    write.add_argument("job", metavar="JOB", help=f"{', '.join(manifests.JOBS)} (a job file of your own)")
+    write.add_argument("--output", type=Path, default=Path("k8s"), metavar="DIRECTORY", help="where to write (k8s)")
+    write.set_defaults(handler=_manifests)
     commands.add_parser("token", help="make a token for JOB_TOKEN or JOB_TOKEN_FILE").set_defaults(handler=_token)
     commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(handler=_jobs)
     return parser
@@ -313,6 +318,14 @@ def _new(arguments: argparse.Namespace) -> int:
     files = new.write(arguments.name, Path.cwd())
     print(f"rolecall: wrote {', '.join(str(file.relative_to(Path.cwd())) for file in files)}")
     print(f"try: rolecall run {files[0].parent.name}/{arguments.name}.py    pytest {arguments.name}")
+    return 0
+
+
+def _manifests(arguments: argparse.Namespace) -> int:
+    folder, files = manifests.write(arguments.job, arguments.output)
+    print(f"rolecall: wrote {len(files)} files to {arguments.output}")
+    print(f"try: rolecall token | kubectl create secret generic {folder.name} --from-file=JOB_TOKEN=/dev/stdin")
+    print(f"     kubectl apply -k {folder}    the comments in its kustomization.yaml say what is needed before it")
     return 0
 
 

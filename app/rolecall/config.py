@@ -24,7 +24,7 @@ from rolecall.fields import Agreed, is_from_user, problems
 from rolecall.machine import cores
 from rolecall.secret import read_token, require_length
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 DESCRIPTION = "ROLECALL_DESCRIPTION"
 SOURCES = "ROLECALL_SOURCES"  # a file: see declare/sources.py

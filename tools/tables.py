@@ -44,6 +44,7 @@ ROOMS = (
     "launch",
     "manifests.py",
     "new.py",
+    "completion.py",
     "__main__.py",
 )
 ROOMS_TABLE = re.compile(r"(<!-- rooms: .*-->\n).*(<!-- end of rooms -->)", re.DOTALL)

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 try:
     from rich.console import Console
@@ -19,27 +20,51 @@ try:
     from rolecall.config import Settings
     from rolecall.declare import describe, loader, registry, sources
     from rolecall.errors import CRASHED, USAGE, RankError, UsageError
-    from rolecall.export import evaluation
 except KeyboardInterrupt:  # they take a moment
     raise SystemExit(130) from None
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one
-COMMANDS = {  # the function that runs each with its words, as module:name
-    "export": (
-        "rolecall.export.exporting:run",
-        "write a checkpoint's model as safetensors, ONNX or torch.export's program",
+
+
+class Command(NamedTuple):
+    """A command whose module no other command imports."""
+
+    module: str
+    summary: str
+    run: str = "run"  # the function that runs it with its words
+    parser: str = "parser"  # the one that makes its argument parser
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Calls a function of the module."""
+        return getattr(importlib.import_module(self.module), function)(*arguments)
+
+
+COMMANDS = {
+    "eval": Command("rolecall.export.evaluation", "evaluate a checkpoint"),
+    "export": Command(
+        "rolecall.export.exporting", "write a checkpoint's model as safetensors, ONNX or torch.export's program"
     ),
-    "trace": (
-        "rolecall.observe.trace.command:run",
-        "what all ranks do and wait for, as one file for Perfetto, or as a table",
+    "trace": Command(
+        "rolecall.observe.trace.command", "what all ranks do and wait for, as one file for Perfetto, or as a table"
     ),
-    "stacks": ("rolecall.observe.stacks.command:run", "the stacks of all ranks, and who waits for whom"),
-    "ps": ("rolecall.launch.commands:ps", "the processes of a local run"),
-    "kill": ("rolecall.launch.commands:kill", "kill a rank of a local run, or a part of it, which is started again"),
-    "scale": ("rolecall.launch.commands:scale", "change how many ranks an elastic role of a local run has"),
-    "doctor": ("rolecall.observe.doctor.command:run", "check everything that a rank here needs"),
+    "stacks": Command("rolecall.observe.stacks.command", "the stacks of all ranks, and who waits for whom"),
+    "ps": Command("rolecall.launch.commands", "the processes of a local run", "ps", "ps_parser"),
+    "kill": Command(
+        "rolecall.launch.commands",
+        "kill a rank of a local run, or a part of it, which is started again",
+        "kill",
+        "kill_parser",
+    ),
+    "scale": Command(
+        "rolecall.launch.commands",
+        "change how many ranks an elastic role of a local run has",
+        "scale",
+        "scale_parser",
+    ),
+    "doctor": Command("rolecall.observe.doctor.command", "check everything that a rank here needs"),
 }
+SHELLS = ("bash", "zsh", "fish")
 RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
 {jobs}
@@ -59,12 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if words[:1] == ["run"] and len(words) > 1 and not words[1].startswith("-"):
             return _run(words[1], words[2:])  # whose flags depend on the job
-        if words[:1] == ["eval"]:
-            return evaluation.run(words[1:])  # whose options do
-        if words and words[0] in COMMANDS:
-            module, _, function = COMMANDS[words[0]][0].partition(":")
-            command = getattr(importlib.import_module(module), function)  # other commands start without the module
-            code = int(command(words[1:]))
+        if words and (command := COMMANDS.get(words[0])):
+            code = int(command.call(command.run, words[1:]))
             sys.stdout.flush()
             return code
         arguments = _parser().parse_args(words)
@@ -140,9 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     metrics.add_argument("job", nargs="?", metavar="JOB", help=TARGET)
     metrics.add_argument("--markdown", action="store_true", help="as a Markdown table")
     metrics.set_defaults(handler=_metrics)
-    commands.add_parser("eval", help="evaluate a checkpoint")  # whose arguments, like those below, are not parsed here
-    for name, (_, summary) in COMMANDS.items():
-        commands.add_parser(name, help=summary)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.summary)  # whose arguments are not parsed here
     resume = commands.add_parser("resume", help="let a job that has failed for good train on at its next start")
     resume.add_argument(
         "directory", nargs="?", type=Path, metavar="DIRECTORY", help="its CHECKPOINT_DIR (default: of the environment)"
@@ -157,6 +177,9 @@ def _parser() -> argparse.ArgumentParser:
     write.add_argument("job", metavar="JOB", help=f"{', '.join(manifests.JOBS)} (a job file of your own)")
     write.add_argument("--output", type=Path, default=Path("k8s"), metavar="DIRECTORY", help="where to write (k8s)")
     write.set_defaults(handler=_manifests)
+    complete = commands.add_parser("completion", help="print the completion of commands, jobs and settings for a shell")
+    complete.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    complete.set_defaults(handler=_completion)
     commands.add_parser("token", help="make a token for JOB_TOKEN or JOB_TOKEN_FILE").set_defaults(handler=_token)
     commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(handler=_jobs)
     return parser
@@ -326,6 +349,14 @@ def _manifests(arguments: argparse.Namespace) -> int:
     print(f"rolecall: wrote {len(files)} files to {arguments.output}")
     print(f"try: rolecall token | kubectl create secret generic {folder.name} --from-file=JOB_TOKEN=/dev/stdin")
     print(f"     kubectl apply -k {folder}    the comments in its kustomization.yaml say what is needed before it")
+    return 0
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from rolecall import completion
+
+    parsers = {name: command.call(command.parser) for name, command in COMMANDS.items()}
+    print(completion.script(arguments.shell, _parser(), parsers))
     return 0
 
 

@@ -38,7 +38,9 @@ ROOMS = (
     "observe",
     "rank",
     "launch",
+    "manifests",
     "new",
+    "completion",
     "__main__",
 )
 # the public API is imported by jobs, and by no room below it

@@ -47,18 +47,11 @@ class Flags:
 def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
     """Parses `arguments`. Exits with code 2, or 0 after a request for help, as argparse does. Raises UsageError for a
     setting that no flag can give, and for an unknown flag."""
-    parser = argparse.ArgumentParser(
-        prog=f"rolecall run {target}",
-        description=job.summary or None,
-        allow_abbrev=False,
-        usage=f"rolecall run {target} [--plain] [--SETTING VALUE]...",
-    )
-    parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
-    _add(parser, job, target)
-    parsed, unknown = parser.parse_known_args(arguments)
+    takes = parser(job, target)
+    parsed, unknown = takes.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        known = [option for action in parser._actions for option in action.option_strings]
+        known = [option for action in takes._actions for option in action.option_strings]
         close = difflib.get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.8)
         meant = f" (did you mean {close[0]}?)" if close else ""
         raise UsageError(f"{flag}: no such flag{meant}; `rolecall run {target} --help` lists them")
@@ -68,6 +61,19 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
         if not isinstance(value, str):
             raise UsageError(f"--{name.replace('_', '-')}: a list or a table has no flag; set {name.upper()}, as JSON")
     return Flags({name.upper(): value for name, value in given.items() if name in job.settings.model_fields}, plain)
+
+
+def parser(job: Job, target: str) -> argparse.ArgumentParser:
+    """The flags of `rolecall run` for `job`, which `target` names."""
+    parser = argparse.ArgumentParser(
+        prog=f"rolecall run {target}",
+        description=job.summary or None,
+        allow_abbrev=False,
+        usage=f"rolecall run {target} [--plain] [--SETTING VALUE]...",
+    )
+    parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
+    _add(parser, job, target)
+    return parser
 
 
 def _add(parser: argparse.ArgumentParser, job: Job, target: str) -> None:

@@ -28,15 +28,14 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    first, _ = _parser(full=False).parse_known_args(words)
+    first, _ = parser(full=False).parse_known_args(words)
     if first.job is None:
-        _parser().parse_args(words)  # prints help, or that JOB is missing
+        parser().parse_args(words)  # prints help, or that JOB is missing
     job, name = registry.get(first.job), registry.name_of(first.job)
     called = "evaluate" if first.prompt is None else "complete"
     function = _function(job, name, called)
     options = _options(function, name, {*RESERVED, *saved.flags(job)})
-    parser = _parser(options, name, job=job)
-    arguments, unknown = parser.parse_known_args(words)
+    arguments, unknown = parser(options, name, job=job).parse_known_args(words)
     if unknown:
         takes = ", ".join(map(saved.flag, [*options.model_fields, *saved.flags(job)])) or "none"
         raise UsageError(f"{unknown[0].partition('=')[0]}: {name}'s {called} has no such option; it takes {takes}")
@@ -59,10 +58,11 @@ def _run(words: Sequence[str]) -> int:
     return 0
 
 
-def _parser(
+def parser(
     options: type[BaseModel] | None = None, name: str = "", full: bool = True, job: Job | None = None
 ) -> argparse.ArgumentParser:
-    """With the options of the job `name`, and flags of `job`; one that is not `full` requires nothing."""
+    """The command's arguments, with the options of the job `name`, and flags of `job`; without `full`, none is
+    required."""
     parser = saved.parser("rolecall eval", "Evaluates a checkpoint.", full)
     parser.add_argument("--prompt", metavar="TEXT", help="generate a continuation of TEXT instead")
     group = parser.add_argument_group(f"options of {name}") if options and options.model_fields else parser

@@ -33,9 +33,9 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    first, _ = _parser(full=False).parse_known_args(words)
+    first, _ = parser(full=False).parse_known_args(words)
     job = registry.get(first.job) if first.job is not None else None
-    arguments = _parser(job, first.job or "").parse_args(words)
+    arguments = parser(job, first.job or "").parse_args(words)
     assert job is not None  # without JOB, the parser has ended the process
     if arguments.format not in FORMATS:
         raise UsageError(f"--format {arguments.format}: no such format ({', '.join(FORMATS)})")
@@ -91,8 +91,8 @@ def _run(words: Sequence[str]) -> int:
     return 0
 
 
-def _parser(job: Job | None = None, name: str = "", full: bool = True) -> argparse.ArgumentParser:
-    """With flags of `job`, which is called `name`; one that is not `full` requires nothing."""
+def parser(job: Job | None = None, name: str = "", full: bool = True) -> argparse.ArgumentParser:
+    """The command's arguments, with flags of `job`, which is called `name`; one that is not `full` requires nothing."""
     description = "Writes the model of a checkpoint to a file that needs no Rolecall, with a model card beside it, and "
     parser = saved.parser("rolecall export", f"{description}compares its outputs with the checkpoint's.", full)
     parser.add_argument("--format", required=full, help=f"{', '.join(FORMATS)} (torch.export's program)")

@@ -1,7 +1,7 @@
 """`rolecall ps`, `kill` and `scale`: commands for a local run, which they reach by its control socket.
 
-Each function runs its command with `words`, and returns the exit code. Raises UsageError if no local run is under way,
-or if it has no such rank, part or role.
+A function with a command's name runs it with `words`, and returns the exit code. Raises UsageError if no local run is
+under way, or if it has no such rank, part or role.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ SUPERVISOR = "supervisor"
 
 def ps(words: Sequence[str]) -> int:
     """Lists the processes of the run."""
-    parser = argparse.ArgumentParser(prog="rolecall ps", description="The processes of a local run, by rank and part.")
-    parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
-    arguments = parser.parse_args(words)
+    arguments = ps_parser().parse_args(words)
     rows = [("rank", "part", "pid", "state")]
     for rank in control.ranks(arguments.run):
         processes = [(part, str(process.pid), _state(process)) for part, process in _parts(rank)]
@@ -38,16 +36,16 @@ def ps(words: Sequence[str]) -> int:
     return 0
 
 
+def ps_parser() -> argparse.ArgumentParser:
+    """The arguments of `rolecall ps`."""
+    parser = argparse.ArgumentParser(prog="rolecall ps", description="The processes of a local run, by rank and part.")
+    parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
+    return parser
+
+
 def kill(words: Sequence[str]) -> int:
     """Kills a rank of the run, or a part of it; `rolecall run` starts what was killed again."""
-    parser = argparse.ArgumentParser(
-        prog="rolecall kill",
-        description="Sends SIGKILL to a rank of a local run, as a crash does: `rolecall run` starts it again.",
-    )
-    parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
-    parser.add_argument("rank", metavar="RANK", help="ROLE_ORDINAL, as `rolecall ps` lists it")
-    parser.add_argument("--part", help="only this part of it: supervisor, worker, tunnel, fork-server, ...")
-    arguments = parser.parse_args(words)
+    arguments = kill_parser().parse_args(words)
     ranks = {rank.name: rank for rank in control.ranks(arguments.run)}
     rank = ranks.get(re.sub(r"[ -](?=\d+$)", "_", arguments.rank))
     if rank is None:
@@ -64,20 +62,37 @@ def kill(words: Sequence[str]) -> int:
     return 0
 
 
+def kill_parser() -> argparse.ArgumentParser:
+    """The arguments of `rolecall kill`."""
+    parser = argparse.ArgumentParser(
+        prog="rolecall kill",
+        description="Sends SIGKILL to a rank of a local run, as a crash does: `rolecall run` starts it again.",
+    )
+    parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
+    parser.add_argument("rank", metavar="RANK", help="ROLE_ORDINAL, as `rolecall ps` lists it")
+    parser.add_argument("--part", help="only this part of it: supervisor, worker, tunnel, fork-server, ...")
+    return parser
+
+
 def scale(words: Sequence[str]) -> int:
     """Changes how many ranks an elastic role of the run has."""
+    arguments = scale_parser().parse_args(words)
+    role, _, count = arguments.wanted.partition("=")
+    if not role or not (count.isascii() and count.isdecimal()):
+        raise UsageError(f"ROLE=COUNT {arguments.wanted!r}: is no role and number, such as observer=4")
+    print(f"rolecall: {control.scale(arguments.run, role, int(count))}")
+    return 0
+
+
+def scale_parser() -> argparse.ArgumentParser:
+    """The arguments of `rolecall scale`."""
     parser = argparse.ArgumentParser(
         prog="rolecall scale",
         description="Starts ranks of an elastic role of a local run, or has those with the highest ordinals drain.",
     )
     parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
     parser.add_argument("wanted", metavar="ROLE=COUNT", help="how many ranks the role is to have")
-    arguments = parser.parse_args(words)
-    role, _, count = arguments.wanted.partition("=")
-    if not role or not (count.isascii() and count.isdecimal()):
-        raise UsageError(f"ROLE=COUNT {arguments.wanted!r}: is no role and number, such as observer=4")
-    print(f"rolecall: {control.scale(arguments.run, role, int(count))}")
-    return 0
+    return parser
 
 
 def _parts(rank: ListedRank) -> Iterator[tuple[str, psutil.Process]]:

@@ -21,6 +21,16 @@ RANK = re.compile(r"(?P<role>.+?)(?:[ _-](?P<ordinal>\d+))?")
 def run(words: Sequence[str]) -> int:
     """Runs `rolecall stacks` with `words`. Returns the exit code. Raises UsageError if rank 0 is not reached or
     refuses, and for a rank that does not exist."""
+    arguments = parser().parse_args(words)
+    # all ranks are asked: who waits for whom needs them
+    replies = asyncio.run(ask(arguments.target, "stacks", timeout=TIMEOUT_SECONDS))
+    names = chosen(arguments.ranks, replies)
+    print(as_json(replies, names) if arguments.json else stack_report.text(replies, names))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
     parser = argparse.ArgumentParser(
         prog="rolecall stacks",
         description="The stacks of the ranks' workers, what remote calls wait for whom, and deadlocks among them.",
@@ -28,12 +38,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("target", metavar="TARGET", help="HOST:PORT or URL of rank 0's metrics, or a run's folder")
     parser.add_argument("ranks", nargs="*", metavar="RANK", help="show the stacks of these only: ps-0, or a role (all)")
     parser.add_argument("--json", action="store_true", help="every rank's reply and the conclusions, as JSON")
-    arguments = parser.parse_args(words)
-    # all ranks are asked: who waits for whom needs them
-    replies = asyncio.run(ask(arguments.target, "stacks", timeout=TIMEOUT_SECONDS))
-    names = chosen(arguments.ranks, replies)
-    print(as_json(replies, names) if arguments.json else stack_report.text(replies, names))
-    return 0
+    return parser
 
 
 def chosen(words: Sequence[str], replies: Mapping[str, Any]) -> list[str] | None:

@@ -38,7 +38,7 @@ Reply = dict[str, Any]
 def run(words: Sequence[str]) -> int:
     """Runs `rolecall trace` with `words`. Returns the exit code. Raises UsageError for a folder without a trace, if
     rank 0 is not reached or refuses, and if the file cannot be written."""
-    arguments = _parser().parse_args(words)
+    arguments = parser().parse_args(words)
     console = Console(stderr=True)
     directory = Path(arguments.target)
     if arguments.output and not arguments.output.absolute().parent.is_dir():  # before anything is recorded
@@ -57,7 +57,8 @@ def run(words: Sequence[str]) -> int:
         return _show(records.read(Path(name)), happened, wanted, arguments, console)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
     parser = argparse.ArgumentParser(
         prog="rolecall trace",
         description="The activity and the waits of all ranks of a run, as one file for Perfetto and chrome://tracing. "

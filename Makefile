@@ -32,7 +32,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-trace bench-wan bench-table peers bench-rl-quality bench-peers chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-trace bench-wan bench-table peers bench-rl-quality bench-peers chaos docs site clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +43,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Rolecall needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || { echo "no venv module: install python3-venv (Debian, Ubuntu)" >&2; exit 2; }
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev,docs]'
 	@touch $@
 
 run-rl: $(READY) ## trains the reinforcement learning job here: one agent, two observers
@@ -72,10 +72,13 @@ simulate: $(READY) ## plays 10,000 random schedules of crashes, pauses, joins an
 leaks: $(READY) ## measures what 200 generations of rl and 10,000 steps of rnn leave behind (GENERATIONS=, STEPS=)
 	GENERATIONS="$(or $(GENERATIONS),200)" STEPS="$(or $(STEPS),10000)" $(BIN)/python -m pytest tests/integration/test_leaks.py -s
 
-lint: $(READY) ## runs ruff and mypy
+lint: $(READY) ## runs ruff and mypy, and checks the workflows of .github/ offline
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --quiet .github
 
 format: $(READY) ## lets ruff fix and format the code
 	$(BIN)/ruff check --fix .
@@ -254,6 +257,10 @@ docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards, th
 	$(BIN)/python -m tools.snippets
 	$(BIN)/python -m tools.dashboards
 	$(BIN)/python -m tools.jobs
+
+site: $(READY) ## builds the documentation as a site, build/site/; a broken link ends it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html; $(BIN)/mkdocs serve shows it while you write"
 
 clean: ## deletes caches, runs and .venv
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs build dist *.egg-info

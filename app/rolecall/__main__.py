@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             code = int(command.call(command.run, words[1:]))
             sys.stdout.flush()
             return code
-        arguments = _parser().parse_args(words)
+        arguments = argument_parser().parse_args(words)
         return int(arguments.handler(arguments))
     except UsageError as error:
         print(f"rolecall: {error}", file=sys.stderr, flush=True)
@@ -117,7 +117,8 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
+    """The parser of the command line; the arguments of `run` and of COMMANDS have their own."""
     parser = argparse.ArgumentParser(prog="rolecall", description=__doc__)
     parser.add_argument("--version", action="version", version=f"rolecall {config.__version__}")
     parser.set_defaults(handler=_rank, tied=0, restarts=0)
@@ -356,13 +357,13 @@ def _completion(arguments: argparse.Namespace) -> int:
     from rolecall import completion
 
     parsers = {name: command.call(command.parser) for name, command in COMMANDS.items()}
-    print(completion.script(arguments.shell, _parser(), parsers))
+    print(completion.script(arguments.shell, argument_parser(), parsers))
     return 0
 
 
 def _print(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], markdown: bool) -> None:
     if markdown:
-        escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+        escaped = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
         for cells in [list(head), ["---"] * len(head), *escaped]:
             print("| " + " | ".join(cells) + " |")
         return

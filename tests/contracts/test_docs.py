@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import contextlib
 import re
+import shlex
+import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rolecall import telemetry
+from rolecall.__main__ import COMMANDS, argument_parser
 from rolecall.config import Settings
 from rolecall.declare import registry
 from rolecall.torch_rpc import adopt
@@ -126,3 +132,54 @@ def test_help_lists_every_public_target() -> None:
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     assert phony is not None
     assert set(phony.group(1).split()) == set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.MULTILINE))
+
+
+# ---- blocks of commands
+
+BLOCKS = [
+    pytest.param(block, id=f"{name}-{number}")
+    for name, text in PAGES.items()
+    for number, block in enumerate(re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE), 1)
+]
+WORDS = argument_parser()  # of the command line
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_commands_in_the_pages_exist(block: str) -> None:
+    checked = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, timeout=60, check=False)
+    assert checked.returncode == 0, checked.stderr
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands_of(block):
+        if words[0] == "make":
+            named = {word for word in words[1:] if re.fullmatch(r"[a-z][a-z0-9-]*", word)}
+            assert named <= targets, words
+        elif words[0] == "rolecall" and len(words) > 1:
+            require_command(words[1:])
+        elif words[0] == "kubectl" and "-k" in words and (folder := words[words.index("-k") + 1]).startswith("k8s/"):
+            assert (ROOT / folder / "kustomization.yaml").exists() or "mine" in folder, folder
+
+
+def commands_of(block: str) -> Iterator[list[str]]:
+    """The words of each simple command of `block`, without its variables."""
+    for line in block.replace("\\\n", " ").splitlines():
+        with contextlib.suppress(ValueError):  # a quotation of several lines
+            words: list[str] = []
+            for word in [*shlex.shlex(line, posix=True, punctuation_chars=True), ";"]:
+                if re.fullmatch(r"[();<>|&]+", word):
+                    if words:
+                        yield words
+                    words = []
+                elif words or not re.fullmatch(r"[A-Z_]+=.*", word):
+                    words.append(word)
+
+
+def require_command(words: list[str]) -> None:
+    """Checks that the command line has the command of `words`, with their flags; those of `run` and of a job's options
+    have tests of their own."""
+    (commands,) = [action.choices for action in WORDS._actions if isinstance(action, argparse._SubParsersAction)]
+    assert words[0] in commands, words
+    if words[0] in ("run", "eval", "describe"):
+        return
+    parser = COMMANDS[words[0]].call(COMMANDS[words[0]].parser) if words[0] in COMMANDS else commands[words[0]]
+    known = {option for action in parser._actions for option in action.option_strings}
+    assert {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)} <= known, words

@@ -78,6 +78,7 @@ lint: $(READY) ## runs ruff and mypy, and checks the workflows of .github/ offli
 	$(BIN)/mypy
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(BIN)/zizmor --offline --quiet .github
 
 format: $(READY) ## lets ruff fix and format the code

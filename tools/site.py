@@ -20,6 +20,8 @@ FILES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "reporting.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
     "LICENSE": "LICENSE",
     "constraints.txt": "constraints.txt",
 }

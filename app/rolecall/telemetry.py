@@ -169,6 +169,13 @@ WORKER = (
     Metric("histogram", "checkpoint_seconds", "Time to write a checkpoint.", buckets=DURATION, roles=("rank 0",)),
     Metric("counter", "checkpoint_failures_total", "Checkpoints that failed.", roles=("rank 0",)),
     Metric("gauge", "step", "Steps completed (updates, iterations).", roles=("rank 0",)),
+    Metric(
+        "counter",
+        "stalled_seconds_total",
+        "Time by which steps in which members joined or were lost exceeded the usual one, by cause.",
+        ("cause",),
+        roles=("rank 0",),
+    ),
     Metric("gauge", "epoch", "Current epoch, counted from 1.", roles=("rank 0",)),
     Metric("counter", "done_total", "Work completed, in the job's unit: steps, samples or tokens.", roles=("rank 0",)),
     Metric("gauge", "left_seconds", "Estimated time until training ends.", roles=("rank 0",)),

@@ -46,6 +46,7 @@ class Group:
         self.session: Session | None = None  # the newest
         self.transport: Transport | None = None  # None while the worker cannot call its peers
         self.lost = set[str]()
+        self.joins = self.losses = 0  # of peers, so far
         self.mapped = set[str]()  # peers that CUDA tensors can be sent to
         self.queues = Queues()  # that this member owns
         self.logger = telemetry.log()
@@ -225,6 +226,7 @@ class Group:
             assert self._attachment is not None
             self._attachment = replace(self._attachment, members=members)
             self.lost -= {peer.name for peer in joined}
+            self.joins += len(joined)
             transport = self._transport
         for peer in joined:
             self.watchdog.forget_peer(peer.name)
@@ -253,6 +255,7 @@ class Group:
             if peer.name in self.lost or peer not in self.members:
                 return False
             self.lost.add(peer.name)
+            self.losses += 1
         with self._lock:
             under_way = list(self._answers)
         for answers in under_way:

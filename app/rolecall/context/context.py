@@ -67,7 +67,15 @@ class Context(Generic[S]):
         self.watchdog = watchdog or Watchdog(
             settings.phase_timeout, settings.stuck_seconds, limit_loading=attachment is None or attachment.me.rank == 0
         )
-        self.group = Group(settings, attachment, place, job=job, supervision=self.supervision, watchdog=self.watchdog)
+        self.group = Group(
+            settings,
+            attachment,
+            place,
+            job=job,
+            metrics=metrics,
+            supervision=self.supervision,
+            watchdog=self.watchdog,
+        )
         self.calls = Calls(self.group)
         # see Calls: the same calls, without options
         self.call, self.call_each, self.call_all = self.calls.call, self.calls.call_each, self.calls.call_all

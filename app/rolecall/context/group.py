@@ -39,6 +39,7 @@ class Group:
         place: Peer | None = None,
         *,
         job: Job | None,
+        metrics: Any,
         supervision: Supervision,
         watchdog: Watchdog,
     ) -> None:
@@ -47,7 +48,7 @@ class Group:
         self.transport: Transport | None = None  # None while the worker cannot call its peers
         self.lost = set[str]()
         self.mapped = set[str]()  # peers that CUDA tensors can be sent to
-        self.queues = Queues()  # that this member owns
+        self.queues = Queues(metrics)  # that this member owns
         self.logger = telemetry.log()
         self.drain_ordered = threading.Event()
         self._attachment: Attachment | None = None

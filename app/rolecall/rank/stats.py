@@ -41,21 +41,21 @@ async def read(workers: WorkerManager, started: float) -> Stats:
         "supervisor_bytes": psutil.Process().memory_info().rss,
         "worker_starts": next(iter(workers.metrics.worker_starts.collect())).samples[0].value,
     }
-    found = await asyncio.to_thread(of_files, workers.files)  # merges them, in milliseconds
+    of_workers = await asyncio.to_thread(of_files, workers.files)  # merges them, in milliseconds
     return Stats(
         started,
         time.monotonic(),
-        found.methods,
-        values | found.values,
-        events(),
-        found.queues,
-        found.weights,
-        found.logged,
+        of_workers.methods,
+        values=values | of_workers.values,
+        log=events(),
+        queues=of_workers.queues,
+        weights=of_workers.weights,
+        logged=of_workers.logged,
     )
 
 
-class Found(NamedTuple):
-    """What the files of a rank's workers have for `Stats`."""
+class WorkerStats(NamedTuple):
+    """The part of `Stats` that is of a rank's workers."""
 
     methods: dict[str, Method]
     values: dict[str, float]
@@ -64,7 +64,7 @@ class Found(NamedTuple):
     logged: dict[str, float]
 
 
-def of_files(files: WorkerFiles) -> Found:
+def of_files(files: WorkerFiles) -> WorkerStats:
     """The gauges and counters of this rank's workers, from their files."""
     counts = defaultdict[str, dict[str, float]](lambda: dict.fromkeys(COUNTS, 0.0))
     roles, buckets = defaultdict[str, list[str]](list), defaultdict[str, dict[float, float]](dict)
@@ -96,7 +96,7 @@ def of_files(files: WorkerFiles) -> Found:
         latency = [buckets[name].get(bound, 0.0) for bound in bounds]
         counted = Method(calls, failures, sent, received)
         methods[name] = replace(counted, buckets=latency, roles=roles[name])
-    return Found(
+    return WorkerStats(
         methods,
         values,
         {name: QueueCounters(**counters) for name, counters in queues.items()},

@@ -179,7 +179,7 @@ class Rates:
         for key, reports in self.reports.items():
             for name, queue in reports[-1].queues.items():
                 items = self.per_second(key, partial(_items_put, name))
-                used.append(QueueUse(name, name_of(key), queue.depth, queue.size, items))
+                used.append(QueueUse(name, name_of(key), queue.depth, queue.size, items=items))
         return sorted(used, key=lambda queue: (queue.name, queue.owner))
 
     def weights(self) -> list[WeightsUse]:
@@ -192,10 +192,16 @@ class Rates:
         used = []
         for name, members in sorted(held.items()):
             oldest, oldest_at, _ = min(members, key=lambda member: member[:2])
-            newest = max(version for version, _, _ in members)
-            received = sum(weights.received for _, _, weights in members)
-            saved = sum(weights.saved for _, _, weights in members)
-            used.append(WeightsUse(name, len(members), newest, oldest, oldest_at, received, saved))
+            one = WeightsUse(
+                name,
+                members=len(members),
+                newest=max(version for version, _, _ in members),
+                oldest=oldest,
+                oldest_at=oldest_at,
+                received=sum(weights.received for _, _, weights in members),
+                saved=sum(weights.saved for _, _, weights in members),
+            )
+            used.append(one)
         return used
 
     def links(self) -> list[Link]:

@@ -63,6 +63,7 @@ class Exchanges:
 
 def count_parameters(metrics: Any, payload: Tensor, part: Part) -> None:
     """Counts the parameters of `part` that a trainer received as `payload`."""
-    metrics.ps_payload_bytes.labels("down").inc(payload.nbytes)
-    metrics.weights_bytes.labels(WEIGHTS).inc(payload.nbytes)
-    metrics.weights_saved_bytes.labels(WEIGHTS).inc(4 * (part.stop - part.start) - payload.nbytes)  # of float32
+    received, full = payload.nbytes, 4 * (part.stop - part.start)
+    metrics.ps_payload_bytes.labels("down").inc(received)
+    metrics.weights_bytes.labels(WEIGHTS).inc(received)
+    metrics.weights_saved_bytes.labels(WEIGHTS).inc(max(0, full - received))  # a tiny part is padded to a block

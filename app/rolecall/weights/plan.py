@@ -56,10 +56,6 @@ class Plan:
                 self._to_holder(cell, cell // max(1, len(sharing)), sources)
             else:
                 self._sources[sharer].queue.append(cell)
-        # shares of the same reader are asked for in another order by each of the others
-        turn = sharing.index(me) + 1 if me in sharing else 0
-        names = [*self._sources]
-        self._order = names[turn:] + names[:turn]
 
     @property
     def missing(self) -> bool:
@@ -80,9 +76,8 @@ class Plan:
         """What is to be asked now."""
         most = max(MIN_IN_FLIGHT, IN_FLIGHT // max(1, len(self._sources)))
         requests = list[Request]()
-        for name in self._order:
-            source = self._sources.get(name)
-            while source and source.queue and len(source.asked) < most:
+        for name, source in self._sources.items():
+            while source.queue and len(source.asked) < most:
                 cell = source.queue.popleft()
                 if cell in self._missing and cell not in source.asked:
                     if not source.asked:

@@ -39,9 +39,8 @@ class Connection(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A publication whose digests are not computed yet."""
+    """A publication without digests and stamp."""
 
-    stamp: Stamp
     version: int
     entries: tuple[Entry, ...]
     buffer: np.ndarray
@@ -57,7 +56,7 @@ class _Answer(NamedTuple):
 
 class Exchange:
     """A thread of its own for one name, as long as the process lives. `connect` waits up to some seconds for a
-    generation. Publications are made by `publish`; newer versions of others are pulled once `subscribe` was called."""
+    generation. Newer versions of others are pulled once `subscribe` was called."""
 
     def __init__(self, copies: Copies, connect: Callable[[float], Connection | None], metrics: Any) -> None:
         self.copies = copies
@@ -67,7 +66,7 @@ class Exchange:
         threading.Thread(target=self._run, name=f"weights {copies.name}", daemon=True).start()
 
     def publish(self, draft: Draft) -> None:
-        """The draft becomes the newest version, unless another one comes before its digests are computed."""
+        """The draft becomes the newest version, unless another one follows at once."""
         with self.copies.changed:
             self._draft = draft
             self.copies.changed.notify_all()
@@ -82,8 +81,7 @@ class Exchange:
 
     def _run(self) -> None:
         while True:
-            self._complete_draft()
-            connection = self._connect(LOOK_SECONDS if self._draft else SESSION_SECONDS)
+            connection = self._connect(SESSION_SECONDS)
             if connection is None:
                 continue
             connection.session.on_end(self.copies.notify)
@@ -93,18 +91,23 @@ class Exchange:
                 if not connection.session.wait(RETRY_SECONDS):
                     log().warning("weights", name=self.copies.name, problem=str(error) or type(error).__name__)
 
-    def _complete_draft(self) -> None:
-        with self.copies.changed:
-            draft, self._draft = self._draft, None
+    def _complete_draft(self, connection: Connection) -> None:
+        draft = self._draft
         if draft is None:
             return
         digests = digests_of(memoryview(draft.buffer))  # type: ignore[arg-type]  # numpy's stubs know no buffers
-        manifest = Manifest(draft.stamp, draft.version, draft.entries, draft.buffer.nbytes, draft.full_nbytes, digests)
+        number = self._ask(connection, connection.rank0, "weights_number", self.copies.name).result()
+        stamp = Stamp(connection.session.generation, number, connection.me[0])
+        manifest = Manifest(stamp, draft.version, draft.entries, draft.buffer.nbytes, draft.full_nbytes, digests)
+        with self.copies.changed:
+            if self._draft is draft:
+                self._draft = None
         self._add(Version(manifest, draft.buffer, complete=True))
 
     def _add(self, version: Version) -> None:
         self.copies.add(version)
-        self._metrics.weights_version.labels(self.copies.name).set(version.manifest.version)
+        if newest := self.copies.newest:
+            self._metrics.weights_version.labels(self.copies.name).set(newest.manifest.version)
 
     def _serve(self, connection: Connection) -> None:
         """Does what there is to do until the session ends."""
@@ -113,7 +116,7 @@ class Exchange:
         offered: Future[Offer | None] | None = None
         after: Stamp | None = None  # that the question is for
         while not session.ended:
-            self._complete_draft()
+            self._complete_draft(connection)
             newest, reads = copies.newest, self._reads
             stamp = newest.stamp if newest else None
             if told != (stamp, reads) and (stamp or reads):
@@ -159,7 +162,7 @@ class Exchange:
         answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         contacted, received = set[str](), 0
         while plan.missing:
-            self._complete_draft()
+            self._complete_draft(connection)
             self._mark_direct(version, plan.take_direct())
             for request in plan.next(time.monotonic()):
                 arguments = (connection, version, request, answers)

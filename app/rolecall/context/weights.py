@@ -86,11 +86,8 @@ class Weights:
         absent = [key for key in wanted if key not in entries]
         extra = [key for key in entries if key not in wanted] if is_module else []
         if absent or extra:
-            which = [
-                *(f"{key!r} (not published)" for key in absent),
-                *(f"{key!r} (not in the target)" for key in extra),
-            ]
-            raise UsageError(f"weights {self.name!r}: the target has other tensors: {', '.join(which)}")
+            names = [*(f"{key!r} (not published)" for key in absent), *(f"{key!r} (not in it)" for key in extra)]
+            raise UsageError(f"weights {self.name!r}: the target has other tensors: {', '.join(names)}")
         for key, tensor in wanted.items():
             if tuple(tensor.shape) != entries[key].shape:
                 raise UsageError(

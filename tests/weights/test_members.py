@@ -198,6 +198,25 @@ def test_a_publisher_that_is_lost_midway(world: World) -> None:
     gate.open()
 
 
+def test_a_pull_goes_on_in_the_next_generation(world: World) -> None:
+    one, two = world.stayer(0), world.stayer(1)
+    weights = two.context.subscribe("policy")
+    rank0 = world.begin(1, players(0, 0), one, two)
+    gate = Gate(one, "policy", free=5)
+    one.context.publish("policy", random_state())
+    assert gate.reached.wait(DEADLINE)
+    received = two.context.metrics.weights_bytes.labels("policy")
+    until(lambda: value(received), "the first chunks")
+    one.attacher.detach()
+    two.attacher.detach()
+    rank0.end()
+    gate.open()
+    assert weights.version is None
+    world.begin(2, players(0, 0), one, two)
+    assert weights.wait(DEADLINE) == 1
+    assert value(received) == 8_000_000  # each chunk came once
+
+
 def test_a_late_joiner_gets_the_newest_without_its_publisher(world: World) -> None:
     one, two, late = (world.stayer(number) for number in range(3))
     kept, new = two.context.subscribe("policy"), late.context.subscribe("policy")

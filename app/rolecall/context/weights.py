@@ -112,7 +112,7 @@ class Publisher:
     ) -> int:
         """See `Context.publish`."""
         entries, nbytes = encoding.layout(name, tensors, dtype)
-        buffer = np.empty(nbytes, np.uint8)
+        buffer = np.zeros(nbytes, np.uint8)  # what is between tensors counts in the digests
         encoding.write(tensors, entries, buffer)
         full = sum(entry.numel * entry.dtype.itemsize for entry in entries)
         exchange = self._exchange(name)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rolecall.declare.remote import remote
 from rolecall.weights.copies import Absent, Copies, Runs
 from rolecall.weights.manifest import Manifest, Stamp
 from rolecall.weights.registry import Member, Offer, Registry
 
-WAIT_SECONDS = 2.0  # for a version of which this worker does not know yet
-
 
 class WeightsService:
-    """The services of one worker. At rank 0 it has the registry of the generation; `is_there` says whether a member is
-    part of it."""
+    """The services of one worker. At rank 0 it has the registry of the generation; for `parts`, see there."""
 
-    def __init__(self, is_there: Callable[[Member], bool]) -> None:
-        self._registry = Registry(is_there)
+    def __init__(self, parts: Callable[[], Mapping[str, int]]) -> None:
+        self._registry = Registry(parts)
         self._copies: dict[str, Copies] = {}
         self._lock = threading.Lock()
 
@@ -27,6 +24,11 @@ class WeightsService:
         """What this process holds of `name`."""
         with self._lock:
             return self._copies.setdefault(name, Copies(name))
+
+    @remote
+    async def weights_number(self, name: str) -> int:
+        """At rank 0: see `Registry.number`."""
+        return self._registry.number(name)
 
     @remote
     async def weights_tell(self, name: str, member: Member, stamp: Stamp | None, reads: bool) -> None:

@@ -99,7 +99,7 @@ class History:
         self.joined = 0  # ranks that joined a running generation
         self.stayed = 0  # workers that stayed alive from one generation to the next
         self.events: list[Event] = []  # the newest
-        self.stalled = defaultdict[str, float](float)  # seconds that ends of generations, joins and losses cost the others
+        self.stalled = defaultdict[str, float](float)  # seconds, by what cost the others
         self._end = ""  # cause of the last generation's end, until the next starts
         self._started = False  # a generation, in this process
         self._origin: float | None = None  # monotonic time of 0 seconds; set when training begins

@@ -21,6 +21,7 @@ from rolecall.context.queues import Queue
 from rolecall.context.services import Services
 from rolecall.context.training import Training
 from rolecall.context.watchdog import Phase, Watchdog
+from rolecall.context.weights import Publisher, Weights
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import PeerLostError, UsageError
@@ -79,6 +80,8 @@ class Context(Generic[S]):
         self.services = Services(self.group, self.progress, lambda: int(self.torch.start_store()))
         self.dispatcher = Dispatcher(self.me.name, self.services)
         self.dispatcher.offer(self.shares)
+        self.weights = Publisher(self.group, metrics)
+        self.dispatcher.offer(self.weights.service)
 
     # ---- identity and peers
 
@@ -148,6 +151,20 @@ class Context(Generic[S]):
         owner = at or self.rank0
         items = self.group.queues.open(name, maxsize) if owner.name == self.me.name else None
         return Queue(name, maxsize, items, lambda ask, end: self.group.connected.call(owner.name, ask, end))
+
+    def publish(self, name: str, tensors: Mapping[str, Any], version: int | None = None, dtype: Any = None) -> int:
+        """Publishes `tensors`, such as `model.state_dict()`, as the newest version of the weights `name`; returns its
+        number, by default one more than the last. They are copied before it returns, and sent in the background. The
+        newest publication wins, whatever its number: after a restart from a checkpoint, numbers may begin anew. With
+        `dtype`, torch.bfloat16 or torch.int8 (with a scale for each row), floating tensors travel as that type. One
+        member publishes a name. Raises UsageError for what is no strided tensor, and for another `dtype`.
+        """
+        return self.weights.publish(name, tensors, version, dtype)
+
+    def subscribe(self, name: str) -> Weights:
+        """A subscription to the weights `name`, which some member publishes sooner or later. It may be made before the
+        first generation."""
+        return self.weights.subscribe(name)
 
     def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
         """Calls `gone(name)`, from another thread, as soon as the peer `to` has ended or its connection broke. It is

@@ -44,9 +44,14 @@ class Text:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.pad = int(self.tokenizer.pad_token_id)
 
-    def encode(self, texts: list[str]) -> Tensor:
-        tokens: Tensor = self.tokenizer(texts, padding=True, return_tensors="pt").input_ids
+    def encode(self, prompts: list[str]) -> Tensor:
+        tokens: Tensor = self.tokenizer(prompts, padding=True, return_tensors="pt").input_ids
         return tokens
+
+    def encode_answers(self, answers: list[str]) -> Tensor:
+        rows = [[*row, self.end] for row in self.tokenizer(answers, add_special_tokens=False).input_ids]
+        longest = max(map(len, rows))
+        return torch.tensor([row + [self.end] * (longest - len(row)) for row in rows])
 
     def decode(self, tokens: Tensor) -> list[str]:
         rows = (row[: row.index(self.end)] if self.end in row else row for row in tokens.tolist())
@@ -70,8 +75,11 @@ class HuggingFace(Policy):
         except (OSError, ValueError) as error:
             raise UsageError(f"MODEL=hf:{directory}: no causal model can be loaded: {first(error)}") from None
 
-    def encode(self, texts: list[str]) -> Tensor:
-        return self.text.encode(texts)
+    def encode(self, prompts: list[str]) -> Tensor:
+        return self.text.encode(prompts)
+
+    def encode_answers(self, answers: list[str]) -> Tensor:
+        return self.text.encode_answers(answers)
 
     def decode(self, tokens: Tensor) -> list[str]:
         return self.text.decode(tokens)
@@ -83,23 +91,25 @@ class HuggingFace(Policy):
         return logits
 
     @torch.no_grad()
-    def sample(self, prompts: Tensor, answer: int) -> tuple[Tensor, Tensor]:
-        rows, start = prompts.shape
-        tokens = torch.cat([prompts, prompts.new_full((rows, answer), self.pad)], 1)
-        logprobs = torch.zeros(rows, answer, device=tokens.device)
-        mask, ended = self.text.mask(prompts), torch.zeros(rows, 1, dtype=torch.bool, device=tokens.device)
-        places, fed, cache = (mask.cumsum(1) - 1).clamp(min=0), prompts, None
-        for column in range(answer):
+    def sample(self, tokens: Tensor, most: int, greedy: bool = False) -> tuple[Tensor, Tensor]:
+        """As Policy's, with a cache of keys and values; ends early if all answers have ended."""
+        answers, logprobs = (
+            tokens.new_full((len(tokens), most), self.end),
+            torch.zeros(len(tokens), most).to(tokens.device),
+        )
+        mask, ended = self.text.mask(tokens), torch.zeros_like(tokens[:, :1], dtype=torch.bool)
+        places, fed, cache = (mask.cumsum(1) - 1).clamp(min=0), tokens, None
+        for column in range(most):
             output = self.model(fed, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True)
-            distribution = output.logits[:, -1].log_softmax(1)
-            fed = distribution.exp().multinomial(1)
-            logprobs[:, column : column + 1] = distribution.gather(1, fed).masked_fill(ended, 0)
-            tokens[:, start + column : start + column + 1] = fed.masked_fill_(ended, self.pad)
-            if (ended := ended | (fed == self.end)).all():
+            scores = output.logits[:, -1].log_softmax(-1)
+            fed = scores.argmax(-1, keepdim=True) if greedy else scores.exp().multinomial(1)
+            logprobs[:, column] = scores.gather(1, fed)[:, 0]
+            answers[:, column] = fed.masked_fill_(ended, self.end)[:, 0]
+            if (ended := fed == self.end).all():
                 break
             cache, places = output.past_key_values, places[:, -1:] + 1
             mask = torch.cat([mask, torch.ones_like(fed)], 1)
-        return tokens, logprobs
+        return torch.cat([tokens, answers], 1), logprobs
 
 
 def first(error: Exception) -> str:

@@ -7,9 +7,9 @@ import torch
 from grpo import Grpo, Samples
 from grpo_models import Text
 from safetensors.torch import save_file
+from torch import Tensor
 
 from rolecall import UsageError
-from rolecall.context.weights import Weights
 
 try:
     from vllm import LLM, SamplingParams
@@ -20,19 +20,16 @@ except ImportError as error:
 class Vllm:
     def __init__(self, settings: Grpo) -> None:
         directory, self.answer = settings.model.removeprefix("hf:"), settings.answer
-        self.text, self.version = Text(directory), -1
+        self.text = Text(directory)
         # each worker's own seed: of one seed, all generators would draw the same samples
         self.llm = LLM(model=directory, seed=torch.initial_seed() % 2**31)
 
-    def load(self, weights: Weights) -> int:
-        if weights.new:
-            self.version, tensors = weights.tensors()
-            named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-            with tempfile.TemporaryDirectory(prefix="grpo-") as folder:  # vLLM reads it in processes of its own
-                save_file(named, Path(folder) / "model.safetensors")
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-            self.llm.reset_prefix_cache()  # of the keys and values that the weights before computed
-        return self.version
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        with tempfile.TemporaryDirectory(prefix="grpo-") as folder:  # vLLM reads it in processes of its own
+            save_file(named, Path(folder) / "model.safetensors")
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self.llm.reset_prefix_cache()  # of the keys and values that the weights before computed
 
     def sample(self, prompts: list[str], group: int) -> Samples:
         tokens = self.text.encode(prompts)
@@ -42,12 +39,11 @@ class Vllm:
         ends = {"ignore_eos": True, "stop_token_ids": [self.text.end], "max_tokens": self.answer}
         params = SamplingParams(n=group, temperature=1.0, logprobs=0, **ends)
         outputs = [one for each in self.llm.generate(starts, params, use_tqdm=False) for one in each.outputs]
-        drawn = torch.full((len(outputs), self.answer), self.text.pad)
-        logprobs, mask = torch.zeros(drawn.shape), torch.zeros(drawn.shape, dtype=torch.bool)
+        answers = torch.full((len(outputs), self.answer), self.text.end)
+        logprobs = torch.zeros(answers.shape)
         for row, output in enumerate(outputs):
-            each = zip(output.token_ids, output.logprobs, strict=True)
-            length = len(output.token_ids)
-            drawn[row, :length], mask[row, :length] = torch.tensor(output.token_ids), True
-            logprobs[row, :length] = torch.tensor([one[token].logprob for token, one in each])
-        tokens = torch.cat([tokens.repeat_interleave(group, 0), drawn], 1)
-        return Samples(texts=self.text.decode(drawn), tokens=tokens, logprobs=logprobs, mask=mask)
+            steps = list(zip(output.token_ids, output.logprobs, strict=True))
+            answers[row, : len(steps)] = torch.tensor(output.token_ids)
+            logprobs[row, : len(steps)] = torch.tensor([step[token].logprob for token, step in steps])
+        tokens = torch.cat([tokens.repeat_interleave(group, 0), answers], 1)
+        return Samples(texts=self.text.decode(answers), tokens=tokens, logprobs=logprobs)

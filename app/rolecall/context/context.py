@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
@@ -28,6 +28,9 @@ from rolecall.errors import PeerLostError, UsageError
 from rolecall.record import rundir
 from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
 from rolecall.wire.dispatch import Dispatcher
+
+if TYPE_CHECKING:
+    import torch
 
 S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
@@ -152,12 +155,18 @@ class Context(Generic[S]):
         items = self.group.queues.open(name, maxsize) if owner.name == self.me.name else None
         return Queue(name, maxsize, items, lambda ask, end: self.group.connected.call(owner.name, ask, end))
 
-    def publish(self, name: str, tensors: Mapping[str, Any], version: int | None = None, dtype: Any = None) -> int:
+    def publish(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        version: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> int:
         """Publishes `tensors`, such as `model.state_dict()`, as the newest version of the weights `name`; returns its
         number, by default one more than the last. They are copied before it returns, and sent in the background. The
         newest publication wins, whatever its number: after a restart from a checkpoint, numbers may begin anew. With
-        `dtype`, torch.bfloat16 or torch.int8 (with a scale for each row), floating tensors travel as that type. One
-        member publishes a name. Raises UsageError for what is no strided tensor, and for another `dtype`.
+        `dtype`, torch.bfloat16 or torch.int8 (of matrices, with a scale for each row), floating tensors travel as that
+        type. One member publishes a name. Raises UsageError for what is no strided tensor, and for another `dtype`.
         """
         return self.weights.publish(name, tensors, version, dtype)
 

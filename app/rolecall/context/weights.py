@@ -15,6 +15,7 @@ from rolecall.weights import encoding
 from rolecall.weights.copies import Copies, Version
 from rolecall.weights.exchange import Connection, Draft, Exchange
 from rolecall.weights.manifest import Entry, Stamp
+from rolecall.weights.registry import Member
 from rolecall.weights.service import WeightsService
 
 
@@ -40,12 +41,13 @@ class Weights:
         newest = self._copies.newest
         return newest is not None and newest.stamp != self._loaded
 
-    def wait(self, timeout: float | None = None) -> int:
-        """The number of the newest version that is here; waits for the first one. Raises TimeoutError after `timeout`
-        seconds."""
-        if not self._copies.wait(lambda: self._copies.newest is not None, timeout):
+    def wait(self, timeout: float, *, new: bool = False) -> int:
+        """The number of the newest version that is here. Waits for the first one; if `new`, for one that was not loaded
+        yet. Raises TimeoutError after `timeout` seconds."""
+        if not self._copies.wait(lambda: self.new if new else self.version is not None, timeout):
             raise TimeoutError(
-                f"weights {self.name!r}: no version has come within {timeout:g} s; has a member published them?"
+                f"weights {self.name!r}: no {'new ' if new else ''}version has come within {timeout:g} s; "
+                "has a member published one?"
             )
         return self._newest().manifest.version
 
@@ -102,7 +104,7 @@ class Publisher:
     """The weights that this member publishes and subscribes to, by name. `service` has what is here."""
 
     def __init__(self, group: Group, metrics: Any) -> None:
-        self.service = WeightsService(self._is_there)
+        self.service = WeightsService(self._present)
         self._group, self._metrics = group, metrics
         self._exchanges: dict[str, Exchange] = {}
         self._published: dict[str, Draft] = {}  # the last of each name
@@ -151,8 +153,5 @@ class Publisher:
         me, transport = self._group.me, opened.transport
         return Connection(opened.session, (me.name, me.join), self._group.members[0].name, transport.call_unwatched)
 
-    def _is_there(self, member: tuple[str, int]) -> bool:
-        name, join = member
-        return name not in self._group.lost and any(
-            peer.name == name and peer.join == join for peer in self._group.members
-        )
+    def _present(self) -> set[Member]:
+        return {(peer.name, peer.join) for peer in self._group.members if peer.name not in self._group.lost}

@@ -11,10 +11,9 @@ import numpy as np
 
 from rolecall.weights.manifest import CHUNK_BYTES, Manifest, Stamp, digest_of
 
-KEPT_SECONDS = (
-    10.0  # for which a version is kept after it was last asked for, if it is neither the newest nor before it
-)
-KEPT_VERSIONS = 4  # at most, with those
+KEPT_SECONDS = 10.0  # for which a version is kept after it came or was asked for, if it is not the newest
+KEPT_VERSIONS = 3  # at most
+KNOWN_SECONDS = 2.0  # for which a peer waits that asks for a version which this process is yet to learn of
 Runs = Sequence[tuple[int, int]]  # chunks, each run from the first one to that after its last one
 
 
@@ -34,7 +33,7 @@ class Version:
         self.data = memoryview(buffer)  # type: ignore[arg-type]  # numpy's stubs know no buffer protocol
         self.has = bytearray(b"\1" if complete else b"\0") * manifest.chunks
         self.direct = bytearray(manifest.chunks)
-        self.asked = 0.0  # when a peer last asked for it, by the monotonic clock
+        self.asked = time.monotonic()  # when it came, or a peer last asked for it
 
     @property
     def stamp(self) -> Stamp:
@@ -88,10 +87,22 @@ class Copies:
         with self.changed:
             if self._coming is version:
                 self._coming = None
-            now, versions = time.monotonic(), sorted([version, *self._complete], key=lambda each: each.stamp)[::-1]
-            kept = versions[:2] + [each for each in versions[2:] if now - each.asked < KEPT_SECONDS]
-            self._complete = kept[:KEPT_VERSIONS]
+            version.asked = time.monotonic()
+            self._complete = sorted([version, *self._complete], key=lambda each: each.stamp, reverse=True)
+            self._drop()
             self.changed.notify_all()
+
+    def drop_old(self) -> float | None:
+        """Drops versions that nobody asks for any more. Returns after how many seconds to look again, None if only the
+        newest is left."""
+        with self.changed:
+            return self._drop()
+
+    def _drop(self) -> float | None:
+        now, old = time.monotonic(), sorted(self._complete[1:], key=lambda each: each.asked, reverse=True)
+        kept = [each for each in old[: KEPT_VERSIONS - 1] if now - each.asked < KEPT_SECONDS]
+        self._complete = self._complete[:1] + sorted(kept, key=lambda each: each.stamp, reverse=True)
+        return min(each.asked for each in kept) + KEPT_SECONDS - now if kept else None
 
     def begin(self, manifest: Manifest) -> Version:
         """A version is on its way: what is here of it already is copied from the other versions."""
@@ -99,7 +110,7 @@ class Copies:
             return self._coming
         version = Version(manifest, np.empty(manifest.nbytes, np.uint8), complete=False)
         known = dict[bytes, memoryview]()
-        for source in [*self._complete[::-1], *([self._coming] if self._coming else [])]:
+        for source in self._here():
             known |= {
                 source.manifest.digest(i): source.chunk(i) for i in range(source.manifest.chunks) if source.has[i]
             }
@@ -139,12 +150,16 @@ class Copies:
         """The manifest of a version that is here, or on its way."""
         with self.changed:
             version = self._version(stamp)
-            return version.manifest if version else Absent.GONE
+            if version is None:
+                return Absent.GONE
+            version.asked = time.monotonic()
+            return version.manifest
 
     def get(self, stamp: Stamp, runs: Runs, seconds: float) -> list[memoryview] | Absent:
         """The bytes of chunks. Waits for up to `seconds` for those that are on their way from a member that has them:
         two readers never wait for each other."""
         with self.changed:
+            self.changed.wait_for(lambda: not self._is_new(stamp), min(seconds, KNOWN_SECONDS))
             self.changed.wait_for(lambda: self._is_settled(stamp, runs), seconds)
             version = self._version(stamp)
             if version is None:
@@ -158,18 +173,20 @@ class Copies:
         """Whether waiting longer changes nothing."""
         version = self._version(stamp)
         if version is None:
-            return not self._is_new(stamp)
+            return True
         missing = [number for number in _numbers(runs) if not version.has[number]]
         return not missing or not all(version.direct[number] for number in missing)
 
     def _is_new(self, stamp: Stamp) -> bool:
         """Whether this process is yet to learn of the version."""
-        here = [each.stamp for each in (self.newest, self._coming) if each is not None]
-        return not here or stamp > max(here)
+        return all(version.stamp < stamp for version in self._here())
 
     def _version(self, stamp: Stamp) -> Version | None:
-        versions = [*self._complete, *([self._coming] if self._coming else [])]
-        return next((version for version in versions if version.stamp == stamp), None)
+        return next((version for version in self._here() if version.stamp == stamp), None)
+
+    def _here(self) -> list[Version]:
+        """The complete versions, and that which is on its way, the last."""
+        return [*self._complete, *([self._coming] if self._coming else [])]
 
 
 def _numbers(runs: Runs) -> Iterator[int]:

@@ -17,8 +17,8 @@ INT8_LIMIT = 127
 
 
 def layout(name: str, tensors: Mapping[str, Any], dtype: torch.dtype | None) -> tuple[tuple[Entry, ...], int]:
-    """Where the `tensors` are in a buffer, in which floating ones have the type `dtype`, and its size. Tensors that
-    share their memory are there once. Raises UsageError for what cannot travel."""
+    """Where the `tensors` are in a buffer, in which floating ones have the type `dtype` if it is narrower, and its
+    size. Tensors that share their memory are there once. Raises UsageError for what cannot travel."""
     if dtype not in (None, *NARROW):
         allowed = ", ".join(str(each) for each in NARROW)
         raise UsageError(f"weights {name!r}: dtype={dtype} is not supported; use one of {allowed}, or leave it out")
@@ -31,7 +31,7 @@ def layout(name: str, tensors: Mapping[str, Any], dtype: torch.dtype | None) -> 
             raise UsageError(f"weights {name!r}: {key!r} is a {what}, not a tensor; leave it out")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise UsageError(f"weights {name!r}: {key!r} is sparse, quantized or on no device; convert it")
-        stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        stored = dtype if dtype is not None and _may_narrow(tensor, dtype) else tensor.dtype
         place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         entry = Entry(str(key), tuple(tensor.shape), tensor.dtype, stored, seen.get(place, offset))
         entries.append(entry)
@@ -39,6 +39,12 @@ def layout(name: str, tensors: Mapping[str, Any], dtype: torch.dtype | None) -> 
             seen[place] = offset
             offset += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
     return tuple(entries), offset
+
+
+def _may_narrow(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Vectors do not become int8: they are small, and their elements differ much (biases, scales of norms)."""
+    narrower = tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize
+    return narrower and (dtype != torch.int8 or tensor.dim() > 1)
 
 
 def write(tensors: Mapping[str, torch.Tensor], entries: tuple[Entry, ...], buffer: np.ndarray) -> None:

@@ -89,9 +89,9 @@ class Exchange:
             connection.session.on_end(self.copies.notify)
             try:
                 self._serve(connection)
-            except CallError as error:
+            except Exception as error:  # CallError, or no memory; without this thread, nothing would ever arrive
                 if not connection.session.wait(RETRY_SECONDS):
-                    log().warning("weights", name=self.copies.name, problem=str(error))
+                    log().warning("weights", name=self.copies.name, problem=str(error) or type(error).__name__)
 
     def _complete_draft(self) -> None:
         with self.copies.changed:
@@ -139,7 +139,7 @@ class Exchange:
                 done = offered is not None and offered.done()
                 return done or session.ended or self._draft is not None or before != (copies.newest, self._reads)
 
-            copies.wait(is_news, SESSION_SECONDS)
+            copies.wait(is_news, copies.drop_old() or SESSION_SECONDS)
 
     def _ask(self, connection: Connection, to: str, method: str, *args: Any, wait: float = 0.0) -> Future[Any]:
         seconds = ANSWER_SECONDS + wait
@@ -159,7 +159,8 @@ class Exchange:
         answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         contacted, received = set[str](), 0
         while plan.missing:
-            self._mark_direct(version, plan.direct)
+            self._complete_draft()
+            self._mark_direct(version, plan.take_direct())
             for request in plan.next(time.monotonic()):
                 arguments = (connection, version, request, answers)
                 if request.source in contacted:
@@ -229,7 +230,7 @@ class Exchange:
         return sum(part.nbytes for part in parts)
 
     @staticmethod
-    def _mark_direct(version: Version, cells: set[int]) -> None:
+    def _mark_direct(version: Version, cells: Sequence[int]) -> None:
         for cell in cells:
             start = cell * plans.CELL_CHUNKS
             end = min(start + plans.CELL_CHUNKS, len(version.direct))

@@ -23,8 +23,8 @@ class Stamp(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor in a version's buffer, from the byte `offset` on: `stored` is its type there. int8 begins with one
-    float32 scale a row."""
+    """A tensor in a version's buffer, from the byte `offset` on: `stored` is its type there. What was narrowed to int8
+    begins with a float32 scale for each row, an index of its first dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,10 +39,8 @@ class Entry(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The scales that it has: one for each index of its first dimension; one for all if it has a single one."""
-        if self.stored != torch.int8 or self.dtype == torch.int8:
-            return 0
-        return self.shape[0] if len(self.shape) > 1 else 1
+        """The number of its scales."""
+        return self.shape[0] if self.stored == torch.int8 != self.dtype else 0
 
     @property
     def nbytes(self) -> int:

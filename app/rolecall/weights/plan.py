@@ -1,8 +1,8 @@
 """PURE: which chunk is asked of whom, and what follows if one is slow, lost or does not have it.
 
-The chunks of a version are pulled in cells of CELL_CHUNKS. With readers that share a version, the cell i is pulled by
-the reader i mod N from a holder, one that has all of the version, and by the others from that reader. If there are
-several holders, for a reader that comes later, it is asked of the holder i mod H.
+The chunks of a version are pulled in cells of CELL_CHUNKS. With N readers that share a version, the cell i is pulled by
+the reader i mod N from a holder, one that has all of the version, and by the others from that reader. A reader that
+comes later asks all holders alike; if there is only one, the other readers, too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 CELL_CHUNKS = 4  # of one request
 IN_FLIGHT = 16  # requests of one reader
 MIN_IN_FLIGHT = 2  # to each source
-PATIENCE_SECONDS = 2.0  # after which what a source has not answered is asked of another
-PATIENCE_FACTOR = 4  # of the longest time to an answer, which is added to that
+PATIENCE_SECONDS = 2.0  # without an answer, after which what a source was asked for is asked of another
+PATIENCE_FACTOR = 4  # times the mean time to an answer are added to that
+MAX_PATIENCE_SECONDS = 20.0
 
 
 class Request(NamedTuple):
@@ -41,16 +42,18 @@ class Plan:
     def __init__(self, me: str, cells: Iterable[int], holders: Sequence[str], readers: Sequence[str]) -> None:
         self._missing = set(cells)
         self._sources = {name: _Source(True) for name in holders if name != me}
-        self._longest = 0.0
+        self._holder_of: dict[int, str] = {}  # the holder that a cell is asked of, now or later
+        self._new_direct = list[int]()
+        self._answers, self._seconds = 0, 0.0  # that came, and the sum of the times to them
         sharing = [name for name in readers if name not in self._sources]
-        if len(self._sources) < 2:
-            self._sources |= {name: _Source(False) for name in sharing if name != me}
-        else:
+        if me not in sharing and len(self._sources) > 1:
             sharing = []
+        self._sources |= {name: _Source(False) for name in sharing if name != me}
+        sources = self._holders()
         for cell in sorted(self._missing):
             sharer = sharing[cell % len(sharing)] if sharing else me
             if sharer == me:
-                self._to_holder(cell, cell // max(1, len(sharing)))
+                self._to_holder(cell, cell // max(1, len(sharing)), sources)
             else:
                 self._sources[sharer].queue.append(cell)
         # shares of the same reader are asked for in another order by each of the others
@@ -68,11 +71,10 @@ class Plan:
         """Whether there are, and nobody is left who may have them."""
         return bool(self._missing) and not any(source.queue or source.asked for source in self._sources.values())
 
-    @property
-    def direct(self) -> set[int]:
-        """The missing cells that are asked of a holder."""
-        holders = [source for source in self._sources.values() if source.is_holder]
-        return {cell for source in holders for cell in (*source.queue, *source.asked)} & self._missing
+    def take_direct(self) -> list[int]:
+        """The cells that have become such as are asked of a holder since the last call."""
+        cells, self._new_direct = self._new_direct, []
+        return cells
 
     def next(self, now: float) -> list[Request]:
         """What is to be asked now."""
@@ -104,12 +106,13 @@ class Plan:
         """A source is gone, or has nothing of the version any more."""
         source = self._sources.pop(name, None)
         for cell in (*source.queue, *source.asked) if source else ():
-            if cell in self._missing and not any(self._has(other, cell) for other in self._sources):
+            if cell in self._missing:
                 self._elsewhere(name, cell)
 
     def look(self, now: float) -> None:
         """Asks others for the cells of sources that have not answered for long."""
-        patience = PATIENCE_SECONDS + PATIENCE_FACTOR * self._longest
+        mean = self._seconds / max(1, self._answers)
+        patience = min(PATIENCE_SECONDS + PATIENCE_FACTOR * mean, MAX_PATIENCE_SECONDS)
         for name, source in list(self._sources.items()):
             if source.asked and now - source.heard > patience:
                 source.heard = now
@@ -122,19 +125,20 @@ class Plan:
     def _answered(self, name: str, cell: int, now: float) -> None:
         if source := self._sources.get(name):
             source.heard = now
-            self._longest = max(self._longest, now - source.asked.pop(cell, now))
+            self._answers += 1
+            self._seconds += now - source.asked.pop(cell, now)
 
     def _elsewhere(self, name: str, cell: int) -> None:
-        """Asks another holder for a cell that `name` has not sent."""
-        holders = [other for other, source in self._sources.items() if source.is_holder and other != name]
-        if holders and not any(self._has(other, cell) for other in holders):
-            self._to_holder(cell, cell, holders)
+        """Asks a holder for a cell that `name` has not sent, unless another one is asked already."""
+        asked = self._holder_of.get(cell, name)
+        if asked == name or asked not in self._sources:
+            self._to_holder(cell, cell, [other for other in self._holders() if other != name])
 
-    def _has(self, name: str, cell: int) -> bool:
-        """Whether a source is asked for a cell, or will be."""
-        return cell in self._sources[name].asked or cell in self._sources[name].queue
+    def _holders(self) -> list[str]:
+        return [name for name, source in self._sources.items() if source.is_holder]
 
-    def _to_holder(self, cell: int, number: int, among: Sequence[str] = ()) -> None:
-        holders = among or [name for name, source in self._sources.items() if source.is_holder]
+    def _to_holder(self, cell: int, number: int, holders: Sequence[str]) -> None:
         if holders:
-            self._sources[holders[number % len(holders)]].queue.append(cell)
+            name = self._holder_of[cell] = holders[number % len(holders)]
+            self._sources[name].queue.append(cell)
+            self._new_direct.append(cell)

@@ -11,15 +11,12 @@ from rolecall.weights.copies import Absent, Copies, Runs
 from rolecall.weights.manifest import Manifest, Stamp
 from rolecall.weights.registry import Member, Offer, Registry
 
-WAIT_SECONDS = 2.0  # for a version of which this worker does not know yet
-
 
 class WeightsService:
-    """The services of one worker. At rank 0 it has the registry of the generation; `is_there` says whether a member is
-    part of it."""
+    """The services of one worker. At rank 0 it has the registry of the generation, whose members `present` returns."""
 
-    def __init__(self, is_there: Callable[[Member], bool]) -> None:
-        self._registry = Registry(is_there)
+    def __init__(self, present: Callable[[], set[Member]]) -> None:
+        self._registry = Registry(present)
         self._copies: dict[str, Copies] = {}
         self._lock = threading.Lock()
 

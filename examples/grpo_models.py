@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from grpo import Policy
+from grpo import Grpo, Policy
 from torch import Tensor
 
 from rolecall import UsageError
@@ -27,78 +27,79 @@ disable_progress_bar()  # a line of it in the logs of each worker
 warnings.filterwarnings("ignore", message=r".*past_key_values", category=FutureWarning)
 
 
-class Text:
-    """The tokenizer in `directory`: tokens padded on the left."""
+def build(settings: Grpo, sampling: bool) -> Policy:
+    """The policy of the learner, or what a generator samples with."""
+    kind, _, directory = settings.model.partition(":")
+    if kind != "hf" or not directory:
+        raise UsageError(
+            f"MODEL={settings.model} ENGINE={settings.engine}: must be MODEL=hf:DIRECTORY, or toy and torch"
+        )
+    if not Path(directory).is_dir():  # otherwise transformers takes it for the name of a model in its cache
+        raise UsageError(f"MODEL=hf:{directory}: there is no such directory; name one that save_pretrained wrote")
+    if sampling and settings.engine == "vllm":
+        from grpo_vllm import Vllm
+
+        return Vllm(directory)
+    return HuggingFace(directory)
+
+
+class Tokenized(Policy):
+    """A policy with the tokenizer in `directory`."""
 
     def __init__(self, directory: str) -> None:
-        if not Path(directory).is_dir():  # otherwise transformers takes it for the name of a model in its cache
-            raise UsageError(f"MODEL=hf:{directory}: there is no such directory; name one that save_pretrained wrote")
+        super().__init__()
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, padding_side="left")
         except (OSError, ValueError) as error:
             raise UsageError(f"MODEL=hf:{directory}: its tokenizer cannot be loaded: {first(error)}") from None
         if self.tokenizer.eos_token_id is None:
-            raise UsageError(f"MODEL=hf:{directory}: its tokenizer has no eos_token, which ends a completion; set it")
+            raise UsageError(f"MODEL=hf:{directory}: its tokenizer has no eos_token, which ends an answer; set it")
         self.end = int(self.tokenizer.eos_token_id)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.pad = int(self.tokenizer.pad_token_id)
 
-    def encode(self, prompts: list[str]) -> Tensor:
-        tokens: Tensor = self.tokenizer(prompts, padding=True, return_tensors="pt").input_ids
-        return tokens
+    def encode(self, texts: list[str], answers: bool = False) -> Tensor:
+        if not answers:
+            return torch.tensor(self.tokenizer(texts, padding=True).input_ids)
+        rows = self.tokenizer(texts, add_special_tokens=False).input_ids
+        length = max(map(len, rows)) + 1
+        return torch.tensor([row + [self.end] * (length - len(row)) for row in rows])
 
-    def encode_answers(self, answers: list[str]) -> Tensor:
-        rows = [[*row, self.end] for row in self.tokenizer(answers, add_special_tokens=False).input_ids]
-        longest = max(map(len, rows))
-        return torch.tensor([row + [self.end] * (longest - len(row)) for row in rows])
-
-    def decode(self, tokens: Tensor) -> list[str]:
-        rows = (row[: row.index(self.end)] if self.end in row else row for row in tokens.tolist())
+    def decode(self, answers: Tensor) -> list[str]:
+        rows = (row[: row.index(self.end)] if self.end in row else row for row in answers.tolist())
         # special tokens stay visible: a reward must not take "8<pad>5" for "85"
         return [str(self.tokenizer.decode(row, clean_up_tokenization_spaces=False)) for row in rows]
 
     def mask(self, tokens: Tensor) -> Tensor:
-        """0 at the padding on the left, and 1 elsewhere: what follows a completion's end is not looked at."""
+        """0 at the padding on the left, 1 elsewhere."""
         return ((tokens != self.pad).cumsum(1) > 0).long()
 
 
-class HuggingFace(Policy):
+class HuggingFace(Tokenized):
     """The causal language model in `directory`, in float32 as an optimizer needs it."""
 
     def __init__(self, directory: str) -> None:
-        super().__init__()
-        self.text = Text(directory)
-        self.pad, self.end = self.text.pad, self.text.end
+        super().__init__(directory)
         try:  # never code from the directory: `trust_remote_code` is off
             self.model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise UsageError(f"MODEL=hf:{directory}: no causal model can be loaded: {first(error)}") from None
 
-    def encode(self, prompts: list[str]) -> Tensor:
-        return self.text.encode(prompts)
-
-    def encode_answers(self, answers: list[str]) -> Tensor:
-        return self.text.encode_answers(answers)
-
-    def decode(self, tokens: Tensor) -> list[str]:
-        return self.text.decode(tokens)
-
     def forward(self, tokens: Tensor) -> Tensor:
-        mask = self.text.mask(tokens)
+        mask = self.mask(tokens)
         places = (mask.cumsum(1) - 1).clamp(min=0)
         logits: Tensor = self.model(tokens, attention_mask=mask, position_ids=places, use_cache=False).logits
         return logits
 
     @torch.no_grad()
-    def sample(self, tokens: Tensor, most: int, greedy: bool = False) -> tuple[Tensor, Tensor]:
+    def sample(self, prompts: list[str], group: int, most: int, greedy: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """As Policy's, with a cache of keys and values; ends early if all answers have ended."""
-        answers, logprobs = (
-            tokens.new_full((len(tokens), most), self.end),
-            torch.zeros(len(tokens), most).to(tokens.device),
-        )
-        mask, ended = self.text.mask(tokens), torch.zeros_like(tokens[:, :1], dtype=torch.bool)
-        places, fed, cache = (mask.cumsum(1) - 1).clamp(min=0), tokens, None
+        asked = self.encode(prompts).to(self.model.device).repeat_interleave(group, 0)
+        answers = asked.new_full((len(asked), most), self.end)
+        logprobs = torch.zeros(answers.shape, device=asked.device)
+        mask, ended = self.mask(asked), torch.zeros_like(asked[:, :1], dtype=torch.bool)
+        places, fed, cache = (mask.cumsum(1) - 1).clamp(min=0), asked, None
         for column in range(most):
             output = self.model(fed, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True)
             scores = output.logits[:, -1].log_softmax(-1)
@@ -109,7 +110,7 @@ class HuggingFace(Policy):
                 break
             cache, places = output.past_key_values, places[:, -1:] + 1
             mask = torch.cat([mask, torch.ones_like(fed)], 1)
-        return torch.cat([tokens, answers], 1), logprobs
+        return asked.cpu(), answers.cpu(), logprobs.cpu()
 
 
 def first(error: Exception) -> str:

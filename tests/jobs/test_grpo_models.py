@@ -81,17 +81,12 @@ def model() -> Any:
     return LlamaForCausalLM(config)
 
 
-def scored(policy: Any, tokens: Tensor) -> Tensor:
-    """The log probability of each token of the completions by a forward pass."""
+def scored(policy: Any, asked: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """The log probabilities of the answers' tokens up to the end, by a forward pass, and a mask of these."""
     with torch.no_grad():
-        distributions = policy(tokens)[:, -ANSWER - 1 : -1].log_softmax(2)
-    return distributions.gather(2, tokens[:, -ANSWER:, None])[:, :, 0]
-
-
-def until_end(policy: Any, completions: Tensor) -> Tensor:
-    """A mask of the tokens up to the end, which is one of them."""
-    ends = (completions == policy.end).int()
-    return (ends.cumsum(1) - ends) == 0
+        logprobs, mask = policy.judge(asked, answers)
+    assert 0 < mask.float().mean() < 1, "some answers end early"
+    return logprobs[mask], mask
 
 
 @pytest.mark.parametrize("padding", ["<pad>", "<end>"])
@@ -101,27 +96,21 @@ def test_log_probabilities_of_samples_are_those_of_a_forward_pass(
     shutil.copytree(directory, tmp_path / "model")
     tokenizer(pad_token=padding, eos_token="<end>").save_pretrained(tmp_path / "model")
     policy = models.HuggingFace(str(tmp_path / "model"))
-    prompts = policy.encode(["1+1=", "37+48=", "5="])
-    assert prompts.shape == (3, 6)
-    assert prompts[0, 0] == policy.pad
-    prompts = prompts.repeat_interleave(40, 0)
-    tokens, logprobs = policy.sample(prompts, ANSWER)
-    completions = tokens[:, 6:]
-    mask = until_end(policy, completions)
-    assert torch.equal(tokens[:, :6], prompts)
-    assert completions.shape == logprobs.shape == (120, ANSWER)
-    assert 0 < mask.float().mean() < 1, "some end early"
-    torch.testing.assert_close(logprobs[mask], scored(policy, tokens)[mask], atol=1e-5, rtol=1e-5)
+    asked, answers, logprobs = policy.sample(["1+1=", "37+48=", "5="], 40, ANSWER)
+    assert torch.equal(asked, policy.encode(["1+1=", "37+48=", "5="]).repeat_interleave(40, 0))
+    assert asked[0, :2].tolist() == [policy.pad] * 2
+    assert answers.shape == logprobs.shape == (120, ANSWER)
+    expected, mask = scored(policy, asked, answers)
+    torch.testing.assert_close(logprobs[mask], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_greedy_answers_are_the_likeliest_tokens(models: ModuleType, directory: Path) -> None:
     policy = models.HuggingFace(str(directory))
-    prompts = policy.encode(["1+1=", "37+48="])
-    tokens, logprobs = policy.sample(prompts, ANSWER, greedy=True)
+    asked, answers, logprobs = policy.sample(["1+1=", "37+48="], 1, ANSWER, greedy=True)
     with torch.no_grad():
-        best = policy(tokens)[:, -ANSWER - 1 : -1].log_softmax(2).max(2)
-    mask = until_end(policy, tokens[:, -ANSWER:])
-    assert torch.equal(tokens[:, -ANSWER:][mask], best.indices[mask])
+        best = policy(torch.cat([asked, answers], 1))[:, asked.shape[1] - 1 : -1].log_softmax(2).max(2)
+    mask = policy.judge(asked, answers)[1]
+    assert torch.equal(answers[mask], best.indices[mask])
     torch.testing.assert_close(logprobs[mask], best.values[mask], atol=1e-5, rtol=1e-5)
 
 
@@ -134,36 +123,50 @@ def test_padding_changes_no_logits_and_gradients_are_finite(models: ModuleType, 
     assert all(parameter.grad.isfinite().all() for parameter in policy.parameters())
 
 
-def test_text_of_a_completion_ends_before_its_end_and_shows_special_tokens(models: ModuleType, directory: Path) -> None:
-    text = models.Text(str(directory))
-    eight, five = text.encode(["85"])[0].tolist()
-    answers = text.encode_answers(["85", "2"])
-    assert answers.tolist() == [[eight, five, text.end], [answers[1, 0], text.end, text.end]]
-    assert text.decode(answers) == ["85", "2"]
-    assert text.decode(torch.tensor([[eight, five, text.end, five], [eight, text.pad, five, five]])) == [
+def test_a_real_model_learns_from_examples(models: ModuleType, directory: Path) -> None:
+    grpo, policy = importlib.import_module("grpo"), models.HuggingFace(str(directory))
+    optimizer = torch.optim.SGD(policy.parameters(), 0.1)
+    losses = []
+    for _ in range(5):
+        losses.append(grpo.example_loss(policy, ["37+48=", "01+02="]))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+
+
+def test_text_of_an_answer_ends_before_its_end_and_shows_special_tokens(models: ModuleType, directory: Path) -> None:
+    policy = models.HuggingFace(str(directory))
+    answers = policy.encode(["85", "2"], answers=True)
+    eight, five, end = answers[0].tolist()
+    assert end == policy.end
+    assert answers[1, 1:].tolist() == [end, end]
+    assert policy.decode(answers) == ["85", "2"]
+    assert policy.decode(torch.tensor([[eight, five, end, five], [eight, policy.pad, five, five]])) == [
         "85",
         "8<pad>55",
     ]
 
 
-def test_a_directory_without_a_model_or_a_tokenizer_is_refused(
-    models: ModuleType, directory: Path, tmp_path: Path
-) -> None:
-    def refused(path: Path) -> str:
+def test_a_model_that_cannot_be_loaded_is_refused(models: ModuleType, directory: Path, tmp_path: Path) -> None:
+    def refused(model: object, engine: str = "torch") -> str:
+        settings = importlib.import_module("grpo").Grpo(model=str(model), engine=engine)
         with pytest.raises(UsageError) as error:
-            models.HuggingFace(str(path))
-        assert str(error.value).startswith(f"MODEL=hf:{path}: ")
+            models.build(settings, sampling=False)
+        assert str(error.value).startswith(f"MODEL={model}")
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    assert "no such directory" in refused(tmp_path / "missing")
+    assert "must be MODEL=hf:DIRECTORY" in refused("gpt2")
+    assert "must be MODEL=hf:DIRECTORY" in refused("toy", "vllm")
+    assert "no such directory" in refused(f"hf:{tmp_path}/missing")
     (tmp_path / "empty").mkdir()
-    assert "its tokenizer cannot be loaded" in refused(tmp_path / "empty")
+    assert "its tokenizer cannot be loaded" in refused(f"hf:{tmp_path}/empty")
     tokenizer().save_pretrained(tmp_path / "words")
-    assert "no causal model can be loaded" in refused(tmp_path / "words")
+    assert "no causal model can be loaded" in refused(f"hf:{tmp_path}/words")
     shutil.copytree(directory, tmp_path / "endless")
     tokenizer(pad_token="<pad>").save_pretrained(tmp_path / "endless")
-    assert "no eos_token" in refused(tmp_path / "endless")
+    assert "no eos_token" in refused(f"hf:{tmp_path}/endless")
 
 
 @pytest.mark.parametrize(("module", "missing"), [("grpo_models", "transformers"), ("grpo_vllm", "vllm")])
@@ -190,37 +193,36 @@ def test_vllm_samples_with_the_newest_weights(
 ) -> None:
     monkeypatch.syspath_prepend(str(vllm))
     grpo = importlib.import_module("grpo")
-    engine = importlib.import_module("grpo_vllm").Vllm(grpo.Grpo(model=f"hf:{directory}", answer=ANSWER))
+    sampler = models.build(grpo.Grpo(model=f"hf:{directory}", engine="vllm"), sampling=True)
     policy = models.HuggingFace(str(directory))
     for _ in range(2):
         for parameter in policy.parameters():
             nn.init.normal_(parameter, std=0.5)
-        engine.load({name: tensor.clone() for name, tensor in policy.state_dict().items()})
-        samples = engine.sample(["1+1=", "37+48="], 20)
-        completions = samples["tokens"][:, -ANSWER:]
-        mask = until_end(policy, completions)
-        assert 0 < mask.float().mean() < 1
-        assert len(samples["texts"]) == 40
-        assert samples["texts"] == policy.decode(completions)
-        torch.testing.assert_close(
-            samples["logprobs"][mask], scored(policy, samples["tokens"])[mask], atol=1e-5, rtol=1e-5
-        )
+        sampler.load_state_dict(policy.state_dict())
+        asked, answers, logprobs = sampler.sample(["1+1=", "37+48="], 20, ANSWER)
+        assert torch.equal(asked, policy.encode(["1+1=", "37+48="]).repeat_interleave(20, 0))
+        expected, mask = scored(policy, asked, answers)
+        torch.testing.assert_close(logprobs[mask], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_the_example_trains_a_real_model(tmp_path: Path, directory: Path, vllm: Path, engine: str) -> None:
-    settings = {"MODEL": f"hf:{directory}", "ENGINE": engine, "ANSWER": str(ANSWER), "UPDATES": "3"}
+    small = {"GENERATORS": "1", "REWARDS": "1", "GROUPS": "4", "GROUP": "4", "UPDATES": "10", "TAUGHT": "0"}
     ended = commands.run(
         [sys.executable, "-P", "-m", "rolecall", "run", EXAMPLES / "grpo.py"],
         cwd=tmp_path,
         env={
             **os.environ,
+            **small,
+            "MODEL": f"hf:{directory}",
+            "ENGINE": engine,
             "PYTHONPATH": str(vllm),
             "CHECKPOINT_DIR": str(tmp_path / "run"),
             "SINKS": "none",
-            **settings,
+            "THREADS": "1",
         },
     )
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["job"], summary["state"]) == ("grpo", "finished")
+    assert (summary["job"], summary["state"], summary["steps"]) == ("grpo", "finished", 10)
+    assert summary["result"]["tokens"] == 10 * 16 * 4

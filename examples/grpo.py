@@ -81,7 +81,7 @@ class Policy(nn.Module, ABC):
 
 
 class Toy(Policy):
-    """A transformer over characters."""
+    """A transformer over characters, which writes an answer from its last digit on: carries come first."""
 
     alphabet = "0123456789+=\n"
     end, pad = alphabet.index("\n"), alphabet.index("0")
@@ -101,11 +101,11 @@ class Toy(Policy):
 
     def encode(self, texts: list[str], answers: bool = False) -> Tensor:
         length = max(map(len, texts)) + answers
-        filled = [text.ljust(length, "\n") if answers else text.rjust(length, "0") for text in texts]
+        filled = [text[::-1].ljust(length, "\n") if answers else text.rjust(length, "0") for text in texts]
         return torch.tensor([[self.alphabet.index(character) for character in text] for text in filled])
 
     def decode(self, answers: Tensor) -> list[str]:
-        return ["".join(self.alphabet[token] for token in row).partition("\n")[0] for row in answers.tolist()]
+        return ["".join(self.alphabet[token] for token in row).partition("\n")[0][::-1] for row in answers.tolist()]
 
 
 def build(settings: Grpo, sampling: bool = False) -> Policy:

@@ -59,7 +59,7 @@ def test_it_goes_on_after_kills_of_each_role(cluster: MakeCluster) -> None:
 
 
 def test_a_kill_while_it_learns_from_examples_costs_the_updates_since_the_checkpoint(cluster: MakeCluster) -> None:
-    job = cluster(**SMALL, TAUGHT="1", UPDATES="1000000").start(1, described=True)
+    job = cluster(**SMALL, TAUGHT="1000000", UPDATES="1000000").start(1, described=True)
     job.trains(5)
     generators = job.workers("generator")
     until(job.first.appears("checkpoint file="), "a checkpoint")

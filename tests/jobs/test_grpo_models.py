@@ -123,8 +123,11 @@ def test_padding_changes_no_logits_and_gradients_are_finite(models: ModuleType, 
     assert all(parameter.grad.isfinite().all() for parameter in policy.parameters())
 
 
-def test_a_real_model_learns_from_examples(models: ModuleType, directory: Path) -> None:
+def test_a_real_model_learns_from_examples(
+    monkeypatch: pytest.MonkeyPatch, models: ModuleType, directory: Path
+) -> None:
     grpo, policy = importlib.import_module("grpo"), models.HuggingFace(str(directory))
+    monkeypatch.setattr(grpo, "example", grpo.solve)  # without mistakes
     optimizer = torch.optim.SGD(policy.parameters(), 0.1)
     losses = []
     for _ in range(5):
@@ -207,10 +210,11 @@ def test_vllm_samples_with_the_newest_weights(
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_the_example_trains_a_real_model(tmp_path: Path, directory: Path, vllm: Path, engine: str) -> None:
-    small = {"GENERATORS": "1", "REWARDS": "1", "GROUPS": "4", "GROUP": "4", "UPDATES": "10", "TAUGHT": "0"}
+    small = {"GENERATORS": "1", "REWARDS": "1", "GROUPS": "4", "GROUP": "4", "UPDATES": "10", "TAUGHT": "2"}
     ended = commands.run(
         [sys.executable, "-P", "-m", "rolecall", "run", EXAMPLES / "grpo.py"],
         cwd=tmp_path,
+        timeout=120,  # imports of transformers take long on a busy machine
         env={
             **os.environ,
             **small,
@@ -225,4 +229,4 @@ def test_the_example_trains_a_real_model(tmp_path: Path, directory: Path, vllm: 
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["job"], summary["state"], summary["steps"]) == ("grpo", "finished", 10)
-    assert summary["result"]["tokens"] == 10 * 16 * 4
+    assert summary["result"]["tokens"] == 8 * 16 * 4

@@ -33,7 +33,7 @@ class Grpo(Settings):
     staleness: int = Field(4, ge=0, description="versions that samples may be behind; 0: generators wait for weights")
     buffer: int = Field(2, ge=1, description="batches in the queue before generators wait")
     lr: float = Field(1e-3, gt=0, le=1, description="learning rate for examples")
-    reward_lr: float = Field(3e-4, gt=0, le=1, description="learning rate for rewards")
+    reward_lr: float = Field(1.5e-4, gt=0, le=1, description="learning rate for rewards")
 
 
 def sums(digits: int) -> tuple[list[str], list[str]]:

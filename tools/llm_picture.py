@@ -6,6 +6,7 @@ KILL_SECONDS. The picture is made of the run's history alone.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -63,7 +64,8 @@ def kills_of(run: History) -> list[Kill]:
         before = [start for start in run.starts if start.time <= event.time]
         if before and event.what in ("ended", "lost") and event.cause not in ORDERLY:
             seconds = before[-1].seconds + event.time - before[-1].time
-            kills.append(Kill(seconds, event.reason.partition(" ")[0]))
+            member = re.search(r"(\w+) \d", event.reason)  # "the worker of generator 1 ended: killed"
+            kills.append(Kill(seconds, member[1] if member else event.what))
     return kills
 
 

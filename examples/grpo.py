@@ -124,7 +124,7 @@ class Batch(TypedDict):  # a group of answers to each of n prompts, one group af
 
 
 def example(prompt: str) -> str:
-    """An answer to learn from: every other one forgets the carries, so that there is something left to learn."""
+    """An answer to learn from. Every other one forgets the carries, a mistake that only the reward corrects."""
     if random.random() < 0.5:
         return solve(prompt)
     first, second = prompt.rstrip("=").split("+")
@@ -245,4 +245,4 @@ def take(context: Context[Grpo], batches: Queue[Batch], version: int, counts: di
 
 
 ROLES = [Role("learner", learner), Role("generator", Generator, "generators", 1), Role("reward", Reward, "rewards", 1)]
-JOB = Job(ROLES, Grpo, evaluate=evaluate, score="accuracy", unit="tokens", pinned=["model", "width", "digits"])
+JOB = Job(ROLES, settings=Grpo, evaluate=evaluate, score="accuracy", unit="tokens", pinned=["model", "width", "digits"])

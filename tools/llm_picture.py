@@ -47,8 +47,9 @@ def record(directory: Path) -> None:
     try:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
-            if time.monotonic() >= next_kill:
-                kill(process.pid, urls_of(directory)[next(victims)], whole=False)
+            urls = urls_of(directory)  # none once the run ends
+            if urls and time.monotonic() >= next_kill:
+                kill(process.pid, urls[next(victims)], whole=False)
                 next_kill += KILL_SECONDS
     finally:
         process.terminate()

@@ -31,8 +31,8 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]+)?(?=\))")
 # the public names, by what they are for
 NAMES = {
     "A job": ("Job", "Role", "Settings", "remote", "PerRank", "FromUser", "Seconds", "Metric"),
-    "In a role": ("Context", "Peer", "Future", "Stream", "Queue"),
-    "State": ("Snapshot", "Share", "LoggedShare", "Sharded", "Rows"),
+    "In a role": ("Context", "Peer", "Future", "Queue"),
+    "State": ("Share", "LoggedShare", "Sharded", "Rows"),
     "Models and programs": ("Exported", "Program"),
     "Errors": (
         *("UsageError", "PeerLostError", "CallTimeoutError", "RemoteError", "ProgramError", "Drained"),

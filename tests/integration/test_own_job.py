@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import rolecall
 from rolecall.record import history
 from tests import commands
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, reported, until
@@ -84,7 +85,7 @@ def test_ranks_without_a_role_are_given_one_and_those_with_another_file_none(
     for rank in ranks:
         rank.start()
     until(lambda: ranks[0].metric("gang_members", role="thrower") == 2, "both throwers")
-    assert ranks[0].metric("rank_info", job="dartboard", role="lead", ordinal="0", version="0.1.0") == 1
+    assert ranks[0].metric("rank_info", job="dartboard", role="lead", ordinal="0", version=rolecall.__version__) == 1
     places = {name for rank in ranks[1:] for name in rank.text().split("assigned='")[1:]}
     assert {place[:9] for place in places} == {"thrower 0", "thrower 1"}
     other = tmp_path / "other" / FILE.name

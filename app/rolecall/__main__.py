@@ -178,7 +178,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     config.forget("JOB_TOKEN")  # what this process starts has no need of it
     if not settings.role and settings.rank is None and (number := config.outside_step()):
         raise UsageError(
-            f"SLURM_JOB_ID={number}: srun has not started this rank; write `srun rolecall rank`, or set ROLE"
+            f"SLURM_JOB_ID={number}: srun has not started this rank; run `srun rolecall rank`, or set ROLE"
         )
     identity = registry.identity(job.roles, settings, config.host_name())
     telemetry.setup_logging(

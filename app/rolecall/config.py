@@ -70,7 +70,7 @@ class Settings(BaseSettings):
         ge=1,
         le=65534,
         description="this rank's port for everything between ranks; with TLS=off rank 0's "
-        "own, which uses the next one too, and RPC listens on any port; by default under srun and torchrun one of its own",
+        "own, which uses the next one too, and RPC listens on any port; under srun and torchrun each has another",
     )
     master_port: int | None = Field(None, ge=1, le=65534, description="rank 0's PORT, if it differs from this rank's")
     metrics_port: Port = Field(8000, description="this rank's port for /metrics, probes and, at rank 0, the page")

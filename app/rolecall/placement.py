@@ -11,9 +11,8 @@ MASTER_PORT) and from its number. Every process can compute those of rank 0.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rolecall.errors import UsageError
@@ -97,7 +96,7 @@ def _of_srun(environ: Mapping[str, str]) -> Placement:
     number, address, node = _integer(environ, "SLURM_PROCID"), _first_node(environ), environ.get("SLURMD_NODENAME", "")
     if number == 0 and node not in ("", address) and not environ.get("MASTER_ADDR"):
         raise UsageError(
-            f"SLURM_PROCID=0 runs on {node}, and the others look for it on {address}, the first node of the step: start "
+            f"SLURM_PROCID=0 runs on {node}, and the others look for it on {address}, the step's first node: start "
             "srun without --distribution=arbitrary, or set MASTER_ADDR"
         )
     return Placement(
@@ -135,8 +134,18 @@ def hosts(node_list: str) -> Iterator[str]:
         parts = re.split(r"\[([^\[\]]*)\]", item)  # a text, what is between brackets, a text, ...
         if any(mark in text for text in parts[::2] for mark in "[]"):
             raise UsageError(f"the node list {node_list!r}: cannot be read; set MASTER_ADDR")
-        choices = [[*_numbers(part, node_list)] if place % 2 else [part] for place, part in enumerate(parts)]
-        yield from ("".join(names) for names in itertools.product(*choices))
+        yield from _names(parts, node_list)
+
+
+def _names(parts: Sequence[str], node_list: str) -> Iterator[str]:
+    """One name after the other: the first is found at once, however many there are."""
+    text, *rest = parts
+    if not rest:
+        yield text
+        return
+    for number in _numbers(rest[0], node_list):
+        for name in _names(rest[1:], node_list):
+            yield f"{text}{number}{name}"
 
 
 def _split(node_list: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`rolecall launch slurm JOB`: writes the batch script of a job, whose ranks are the tasks of one srun, and submits it."""
+"""`rolecall launch slurm JOB`: writes and submits the batch script of a job, whose ranks are the tasks of one srun."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def run(words: Sequence[str]) -> int:
     )
     parser.add_argument("scheduler", choices=["slurm"])
     parser.add_argument("job", metavar="JOB", help="as of `rolecall run`; all nodes must see its file")
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="nodes to spread the ranks over (default: Slurm decides)"
-    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes for the ranks (default: Slurm decides)")
     parser.add_argument(
         "--role",
         action="append",
@@ -85,7 +83,7 @@ def _describe(target: str, words: Sequence[str]) -> Description:
 
 def _common(arguments: argparse.Namespace, job: Description) -> list[str]:
     """The options for every component. Raises UsageError for a number of nodes that cannot be."""
-    options = [option for text in arguments.sbatch for option in _options(text, "--sbatch")]
+    options = [_options(text, "--sbatch") for text in arguments.sbatch]
     if arguments.nodes is None:
         return options
     if arguments.role:
@@ -102,20 +100,15 @@ def _by_role(given: Sequence[str], job: Description) -> dict[str, list[str]]:
         name, _, rest = text.partition("=")
         if name not in names:
             raise UsageError(f"--role={text}: no role {name!r} in {job.name} ({', '.join(names)})")
-        options.setdefault(name, []).extend(_options(rest, f"--role={name}"))
+        options.setdefault(name, []).append(_options(rest, f"--role={name}"))
     return {name: options.get(name, []) for name in names} if options else {}
 
 
-def _options(text: str, flag: str) -> list[str]:
-    """The options of sbatch in `text`. Raises UsageError for what is none: it would be taken for the script."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"{flag}={text!r}: {str(error).lower()}") from None
-    for word in words:
-        if not word.startswith("-"):
-            raise UsageError(f"{flag}={text!r}: {word!r} is no option; write --name=value")
-    return words
+def _options(text: str, flag: str) -> str:
+    """`text`, which are options of sbatch for one line of the script. Raises UsageError if it is none."""
+    if not text.startswith("-") or not text.isprintable():
+        raise UsageError(f"{flag}={text!r}: is no option of sbatch, such as --time=2:00:00")
+    return text
 
 
 def _variables(job: Description) -> tuple[Path, dict[str, str]]:
@@ -157,7 +150,7 @@ def batch_script(job: Description, variables: Mapping[str, str], resources: Reso
         "code=0",
         _srun(rank, job, resources),
         "# ranks that left before the job's end, such as at its time limit, have saved",
-        f'if [ "$code" = {LEFT} ]; then scontrol requeue "${{SLURM_HET_JOB_ID:-$SLURM_JOB_ID}}"; fi',
+        f'if [ "$code" = {LEFT} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
         'exit "$code"',
     ]
     return "\n".join([*lines, ""])
@@ -165,12 +158,17 @@ def batch_script(job: Description, variables: Mapping[str, str], resources: Reso
 
 def _head(job: Description, resources: Resources) -> list[str]:
     """The options of sbatch; those of a heterogeneous job for each component."""
-    shared = [f"--job-name={job.name}", "--requeue", "--open-mode=append", f"--signal=TERM@{DRAIN_SECONDS}"]
+    shared = [
+        f"--job-name={shlex.quote(job.name)}",
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=TERM@{DRAIN_SECONDS}",
+    ]
     shared += resources.common
     parts = [[f"--ntasks={job.ranks}", *shared]]
     if resources.roles:
         parts = [[f"--ntasks={role.count}", *shared, *resources.roles[role.name]] for role in job.roles]
-    lines = [[f"#SBATCH {shlex.quote(option)}" for option in part] for part in parts]
+    lines = [[f"#SBATCH {option}" for option in part] for part in parts]
     return [line for number, part in enumerate(lines) for line in (["#SBATCH hetjob"] * (number > 0) + part)]
 
 

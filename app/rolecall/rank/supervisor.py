@@ -273,9 +273,8 @@ class Supervisor:
     def _take_signal(self, name: str) -> None:
         """Leaves. A job manager may signal all processes of the rank, of which the guard passes its signal on: two in
         quick succession are one."""
-        now = time.monotonic()
-        repeated, self._signal_at = now - self._signal_at < SAME_SIGNAL_SECONDS, now
-        if not repeated:
+        if (now := time.monotonic()) - self._signal_at >= SAME_SIGNAL_SECONDS:
+            self._signal_at = now
             self._leave(name)
 
     def _leave(self, name: str) -> None:

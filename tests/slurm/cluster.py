@@ -33,7 +33,7 @@ SlurmctldHost={controller}({address})
 SlurmctldPort=6817
 SlurmdPort=6818
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=2
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmUser=root
 StateSaveLocation={folder}/state
@@ -191,8 +191,8 @@ class Slurm:
 
     def logs(self) -> str:
         """What the daemons have said."""
-        files = [*self.folder.glob("*.out"), *self.folder.glob("*.log")]
-        return "\n".join(f"===== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+        files = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"===== {file.name}\n{file.read_text(errors='replace')[-2000:]}" for file in files)
 
     @staticmethod
     def until(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> Any:

@@ -142,7 +142,7 @@ def test_bad_input_is_one_line(slurm: Slurm) -> None:
     assert few.returncode == 2
     assert "rolecall: SLURM_NTASKS=2: the counts make 3 (1 agent + 2 observer), at most 65" in few.stderr
     (slurm.folder / "hosts.txt").write_text("node2\nnode1\n")
-    odd = ["srun", "--ntasks=2", "--nodes=2", "--distribution=arbitrary", "--nodelist=hosts.txt"]
+    odd = ["srun", "--kill-on-bad-exit=1", "--ntasks=2", "--nodes=2", "--distribution=arbitrary", "--nodelist=./hosts.txt"]
     moved = slurm.run(*odd, *rank, JOB="rnn", JOB_TOKEN="x" * 16)
     assert "rolecall: SLURM_PROCID=0 runs on node2, and the others look for it on node1" in moved.stderr
     (slurm.folder / "plain.sh").write_text(f"#!/bin/bash\n{' '.join(rank)}\n")

@@ -99,6 +99,10 @@ class Supervisor:
                 scrapes=self._scrapes,
                 routes=[*self._signed_queries.routes(), *self._site.routes()],
             )
+            if self.is_rank0 and not self.run_pid:  # `rolecall run` says it itself
+                self.log.info(
+                    "this run as a page", url=f"http://{self.settings.master_addr}:{self.settings.metrics_port}/"
+                )
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._take_signal, signal.Signals(number).name)
             self.workers.prepare()

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.chaos.network import Network, NetworkError
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -122,14 +124,21 @@ class Slurm:
 
     def kill_node(self, name: str) -> None:
         """Kills all processes of a node at once, as a power failure does."""
-        for pid in self._processes(name):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.processes(name):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self._daemons.pop(name).wait(DEADLINE)
 
-    def _processes(self, name: str) -> list[int]:
+    def processes(self, name: str, called: str = "") -> list[psutil.Process]:
+        """The processes of a node; only those `called` so, if it is given."""
         shown = subprocess.run(["ip", "netns", "pids", self._spaces[name]], capture_output=True, text=True, check=False)
-        return [int(pid) for pid in shown.stdout.split()]
+        found = []
+        for pid in shown.stdout.split():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(int(pid))
+                if called in process.name():
+                    found.append(process)
+        return found
 
     def _run(self, host: str, *command: str) -> None:
         enter = ["nsenter", f"--net=/run/netns/{self._spaces[host]}"] if host in self._spaces else []
@@ -146,9 +155,9 @@ class Slurm:
     def close(self) -> None:
         """Ends every process of the cluster, and removes its files and namespaces."""
         for name in self._spaces:
-            for pid in self._processes(name):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for process in self.processes(name):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         for daemon in self._daemons.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(daemon.pid, signal.SIGKILL)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from rolecall.errors import UsageError
 
-SLOTS = 3000  # pairs of a PORT and a METRICS_PORT
-FIRST_PORT = 20000  # below the ports that the kernel assigns; with TLS=off rank 0 takes the next one too
+SLOTS = 2000  # pairs of a PORT and a METRICS_PORT
+FIRST_PORT = 12000  # below those of `rolecall run` and of the kernel; with TLS=off rank 0 takes the next one too
 FIRST_METRICS_PORT = FIRST_PORT + 2 * SLOTS
-# jobs with neighbouring numbers are far apart: multiples of 0.618 of a circle keep away from each other (1853 and 1129
+# jobs with neighbouring numbers are far apart: multiples of 0.618 of a circle keep away from each other (1237 and 753
 # have no divisor in common with SLOTS)
-JOB_STRIDE, STEP_STRIDE = 1853, 1129
+JOB_STRIDE, STEP_STRIDE = 1237, 753
 TORCHRUN = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 SRUN = frozenset({"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"})
 

@@ -36,7 +36,7 @@ from rolecall.rank.worker_manager import WorkerManager
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.handle import Handle
 
-SAME_SIGNAL_SECONDS = 1.0
+SAME_SIGNAL_SECONDS = 1.0  # within which signals are one
 
 
 class Supervisor:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rolecall.checkpoint.capture import Rows
-    from rolecall.checkpoint.checkpoint import Snapshot
     from rolecall.checkpoint.logged import LoggedShare
     from rolecall.checkpoint.sharded import Sharded
     from rolecall.checkpoint.shards import Share
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from rolecall.fields import FromUser, PerRank
     from rolecall.telemetry import Metric
     from rolecall.torch_rpc.program import Program
-    from rolecall.wire.future import Future, Stream
+    from rolecall.wire.future import Future
 
 __all__ = [
     "CallTimeoutError",
@@ -50,8 +49,6 @@ __all__ = [
     "Settings",
     "Sharded",
     "Share",
-    "Snapshot",
-    "Stream",
     "UsageError",
     "__version__",
     "remote",
@@ -59,7 +56,6 @@ __all__ = [
 
 _MODULES = {
     "checkpoint.capture": ("Rows",),
-    "checkpoint.checkpoint": ("Snapshot",),
     "checkpoint.logged": ("LoggedShare",),
     "checkpoint.sharded": ("Sharded",),
     "checkpoint.shards": ("Share",),
@@ -74,7 +70,7 @@ _MODULES = {
     "fields": ("FromUser", "PerRank"),
     "telemetry": ("Metric",),
     "torch_rpc.program": ("Program",),
-    "wire.future": ("Future", "Stream"),
+    "wire.future": ("Future",),
 }
 
 

@@ -155,7 +155,9 @@ class Soak:
     def _play(self, event: Event, following: Event | None) -> None:
         time.sleep(event.gap)  # the plan's moment
         self._check_exits()
+        complete = self._complete()
         done = strike(event, self)
+        done.note = done.note or ("" if complete else "not all ranks were members")
         self.strikes.append(done)
         if following and following.overlaps:
             done.disturbed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter, OrderedDict, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,27 @@ def test_other_ranks_have_no_checkpoints(tmp_path: Path) -> None:
 
 
 # ---- steps
+
+
+def test_what_a_loss_or_a_join_costs_the_step_is_counted(
+    context: Context, clock: Clock, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "time", clock)
+    context.restore({})
+    for step in context.steps(4):
+        if step == 2:
+            context.group.lose(ONE)
+            clock.now += 3
+        if step == 3:
+            members = tuple(replace(peer, join=1) if peer == ONE else peer for peer in context.members)
+            context.group.update(replace(context.group.attachment, members=members))
+            clock.now += 2
+        if step == 4:
+            clock.now += 5
+    stalls = [(kind, step, seconds) for kind, step, seconds in supervisor.records if kind in ("joined", "lost")]
+    assert [(kind, step) for kind, step, _ in stalls] == [("lost", 2), ("joined", 3)]
+    assert [seconds for *_, seconds in stalls] == pytest.approx([3, 2], abs=0.5)
+    assert value(context.metrics.stalled_seconds.labels("lost")) == pytest.approx(3, abs=0.5)
 
 
 def test_steps_go_on_after_the_checkpoint(context: Context, clock: Clock, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ ROOMS = (
     "tunnel",
     "wire",
     "checkpoint",
+    "weights",
     "context",
     "torch_rpc",
     "export",

@@ -163,6 +163,10 @@ def test_no_setting_of_rolecalls_is_anothers(name: str) -> None:
         ([LEAD, Role("sampler", restarts=2)], r"role sampler: restarts, backoff and required are for an elastic role"),
         ([LEAD, Role("sampler", minimum=1, required=True)], r"role sampler: required=True needs restarts=\.\.\."),
         ([LEAD, Role("sampler", minimum=1, restarts=-1)], "role sampler: restarts and backoff cannot be negative"),
+        (
+            [LEAD, Role("sampler", max_memory_mb=0)],
+            "role sampler: max_memory_mb=0 must be above 0; None means no limit",
+        ),
     ],
 )
 def test_roles_that_cannot_be(roles: Any, problem: str) -> None:

@@ -147,7 +147,7 @@ class Rank:
             for sample in family.samples
         }
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, /, **labels: str) -> float:
         """A sample by its name without the prefix; 0 where there is none (yet)."""
         name = "rolecall_" + name
         return self.metrics(name).get((name, tuple(sorted(labels.items()))), 0.0)

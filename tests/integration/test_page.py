@@ -79,6 +79,7 @@ def test_a_browser_shows_it_and_drains_it(cluster: MakeCluster) -> None:
         step = page.inner_text("#facts dd >> nth=0")
         page.wait_for_function("step => document.querySelector('#facts dd').textContent !== step", arg=step)
         page.wait_for_selector("#links td >> text=/observer → agent/")
+        page.wait_for_selector("#queues td >> text=/policy/")
         page.wait_for_selector("#curve svg path")
         assert page.get_attribute("#curve svg", "aria-label").startswith("return ")
         assert not page.query_selector("#drain")

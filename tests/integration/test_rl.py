@@ -47,6 +47,8 @@ def test_a_kill_mixes_no_sequences(cluster: MakeCluster, inference: str, pipelin
     }
     # what acts is never more than one version old
     assert ages[(("le", "1.0"),)] == ages[(("le", "+Inf"),)] > 0
+    assert 0 <= job.agent.metric("value", name="age") <= (pipeline == "1")
+    assert (job.observer(0).metric("weights_bytes_total", name="policy") > 0) == (inference == "observer")
 
 
 @pytest.mark.parametrize("inference", ["agent", "observer"])

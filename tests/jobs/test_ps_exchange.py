@@ -107,6 +107,16 @@ class Gang(Calls):
     def bytes(self, direction: str) -> float:
         return value(self.metrics.ps_payload_bytes.labels(direction))
 
+    @property
+    def saved(self) -> float:
+        return value(self.metrics.weights_saved_bytes.labels("parameters"))
+
+
+def packed(size: int, wire_dtype: str) -> int:
+    """The bytes of `size` elements as they travel."""
+    blocks = -(-size // 256)
+    return {"float32": 4 * size, "int8": 260 * blocks, "int4": 132 * blocks}[wire_dtype]
+
 
 def held_of(trainers: Iterable[Replica | LocalReplica]) -> Tensor:
     """The sum of what the trainers hold back [total]."""
@@ -142,12 +152,12 @@ def test_updates_and_what_is_held_back_are_the_gradients(mode: str, wire: dict[s
             given += torch.cat([each.reshape(-1) for each in gradients]).double() / len(names)
             gang.gradient(name, inputs, targets)
             up += sum(payload.nbytes for payload in gang.sent[name])
-        before = gang.bytes("down")
+        before, saved = gang.bytes("down"), gang.saved
         gang.update(names, {name: 1 / len(names) for name in names})
         down += int(gang.bytes("down") - before)
+        assert gang.saved - saved == sum(max(0, 4 * size - packed(size, **wire)) for size in sizes) * len(names)
         assert gang.bytes("up") == up
-        blocks = sum(-(-size // 256) for size in sizes)
-        exactly = {"float32": 4 * sum(sizes), "int8": 260 * blocks, "int4": 132 * blocks}[wire["wire_dtype"]]
+        exactly = sum(packed(size, **wire) for size in sizes)
         assert down == up == (step + 1) * len(names) * exactly
     held = held_of(gang.replicas.values()) / (2 if mode == "sync" else 1)
     torch.testing.assert_close(start - gang.flat.double() + held, given, rtol=1e-5, atol=1e-5)

@@ -28,8 +28,13 @@ def shown(text: str = EVIL) -> dict[str, Any]:
     run.end_generation("failed", 1, text)
     titles = Titles(text, text, text, text, version=text)
     gang = GangView("failed", text, missing=(text,))
+    counted = Rates()
+    counters = {"queues": {text: {"size": 1}}, "weights": {text: {"version": 1}}, "logged": {text: 1}}
+    counted.take(
+        {("lead", 0): {"started": 1, "at": 1, "methods": {}, "values": {}, "log": [], **counters}}, [("lead", 0)]
+    )
     roles, summary = [RoleSpec("lead", 1, 1, 1, elastic=False)], {"state": text, "result": {text: text}}
-    return state.of_gang(titles, roles, gang, run, Rates(), settings={text: text}, now=1.0, summary=summary)
+    return state.of_gang(titles, roles, gang, run, counted, settings={text: text}, now=1.0, summary=summary)
 
 
 SHOWN = shown()

@@ -28,6 +28,7 @@ from tests.ports import free_ports
 
 JOB = describe.describe("rl", ["--observers", "1"])
 STATE = {"form", "live", "state", "ranks", "roles", "curve", "generations", "links", "errors", "settings", "summary"}
+STATE |= {"queues", "weights", "logged"}
 
 
 class Queries:

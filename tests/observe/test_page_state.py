@@ -233,6 +233,39 @@ def test_restarted_counters_have_no_rate_yet() -> None:
     assert counted.links()[0].calls == 0.0
 
 
+def test_queues_have_a_depth_and_a_rate() -> None:
+    counted = Rates()
+    for at, items in ((10.0, 40.0), (12.0, 60.0)):
+        samples = {"depth": 3.0, "size": 8.0, "items": items}
+        take(counted, {AGENT: {**reply(at, 1), "queues": {"samples": samples}}, FIRST: reply(at, 1)})
+    (queue,) = shown(GangView("running", members={AGENT: works()}), counted=counted)["queues"]
+    assert queue == {"name": "samples", "owner": "agent 0", "depth": 3.0, "size": 8.0, "items": 10.0}
+    take(counted, {AGENT: {**reply(14.0, 1), "queues": {"new": {"depth": 1.0, "size": 2.0, "items": 1.0}}}})
+    assert [(queue.name, queue.items) for queue in counted.queues()] == [("new", None)]
+
+
+def test_weights_say_who_is_behind_and_what_was_saved() -> None:
+    counted = Rates()
+    held = {
+        AGENT: {"version": 41.0},
+        FIRST: {"version": 41.0, "received": 300.0, "saved": 100.0},
+        SECOND: {"version": 38.0, "received": 200.0, "saved": 400.0},
+        THIRD: {"received": 1.0},  # no complete version yet
+    }
+    take(counted, {key: {**reply(1.0, 1), "weights": {"policy": each}} for key, each in held.items()})
+    (weights,) = shown(GangView("running"), counted=counted)["weights"]
+    assert (weights["name"], weights["members"]) == ("policy", 3)
+    assert (weights["newest"], weights["oldest"], weights["oldest_at"]) == (41.0, 38.0, "observer 1")
+    assert (weights["received"], weights["saved"]) == (500.0, 500.0)
+
+
+def test_values_that_the_job_logs_are_shown() -> None:
+    counted = Rates()
+    assert shown(GangView("running"), counted=counted)["logged"] == {}
+    take(counted, {AGENT: {**reply(1.0, 1), "logged": {"age": 1.5}}})
+    assert shown(GangView("running"), counted=counted)["logged"] == {"age": 1.5}
+
+
 CHANGES: list[dict[str, Any]] = [{"at": math.nan}, {"methods": {"act": {"buckets": [1]}}}, {"log": [1]}]
 WRONG = [None, [], "text", {}, {"error": "did not answer within 2 s"}, *({**reply(1.0, 1), **each} for each in CHANGES)]
 
@@ -296,6 +329,14 @@ metrics.rpc_calls.labels("act").inc(5)
 metrics.rpc_callee.labels("act", "agent").set(1)
 metrics.rpc_latency_seconds.labels("act").observe(0.003)
 metrics.step.set(7)
+metrics.queue_depth.labels("samples").set(2)
+metrics.queue_size.labels("samples").set(8)
+metrics.queue_items.labels("samples").inc(30)
+metrics.weights_version.labels("policy").set(5)
+metrics.weights_bytes.labels("policy").inc(100)
+metrics.weights_saved_bytes.labels("policy").inc(300)
+metrics.value.labels("age").set(1.5)
+metrics.value.labels("spoilt").set(float("nan"))
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
 
@@ -323,5 +364,8 @@ metrics.step.set(7)
     assert report.methods["act"].buckets[telemetry.LATENCY.index(0.005)] == 1.0
     assert report.methods["act"].buckets[telemetry.LATENCY.index(0.002)] == 0.0
     assert (report.values["step"], report.values["worker_starts"]) == (7.0, 3.0)
+    assert report.queues == {"samples": rates.QueueCounters(depth=2.0, size=8.0, items=30.0)}
+    assert report.weights == {"policy": rates.WeightsCounters(version=5.0, received=100.0, saved=300.0)}
+    assert report.logged == {"age": 1.5}
     (logged,) = report.log
     assert (logged.level, logged.text) == ("error", "broken <b> problem=disk\nTraceback\nOSError")

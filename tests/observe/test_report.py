@@ -13,7 +13,7 @@ from rolecall.config import Settings
 from rolecall.declare import registry
 from rolecall.observe import report
 from rolecall.record import history, rundir
-from rolecall.record.history import History
+from rolecall.record.history import History, Record
 
 
 def trained(job: str = "rl", **values: str) -> tuple[History, dict[str, Any]]:
@@ -73,8 +73,11 @@ def test_summary_counts_joins_and_stays() -> None:
     run.keep_workers(2, 2)
     run.add_ranks(3, 2, "trainer 1-3")
     run.lose_rank("replaced", 2, "ps 0 wants another worker of trainer 1")
+    run.record([Record("joined", 7, 1.0, 0.5), Record("joined", 8, 2.0, 0.25)])
+    run.stall("ended", 2.0)
     summary = short(run, "finished")
     assert (summary["ranks_joined"], summary["workers_stayed"], summary["ranks_lost"]) == (3, 2, {"replaced": 1})
+    assert summary["stalled_seconds"] == {"joined": 0.75, "ended": 2.0}
 
 
 def test_the_best_perplexity_is_the_lowest() -> None:

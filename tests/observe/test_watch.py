@@ -112,6 +112,17 @@ def test_what_is_displayed() -> None:
     assert "rank 0 does not answer: Connection refused" in drawn(display)
 
 
+def test_queues_and_weights_are_displayed() -> None:
+    display = Display()
+    queues = [{"name": "samples", "owner": "agent 0", "depth": 3.0, "size": 8.0, "items": 10.25}]
+    weights = {"name": "[policy]", "newest": 41.0, "oldest": 38.0, "oldest_at": "observer 1"}
+    display.state = state(queues=queues, weights=[weights, weights | {"oldest": 41.0}])
+    text = drawn(display)
+    assert "queue samples  3 of 8  10.2 items/s" in text
+    assert text.count("weights [policy]  version 41") == 2
+    assert text.count("observer 1 is 3 behind") == 1
+
+
 @pytest.mark.parametrize(
     ("points", "width", "top", "line"),
     [

@@ -250,6 +250,16 @@ def test_the_end_of_a_ready_worker_has_its_own_cause(monkeypatch: pytest.MonkeyP
     play(monkeypatch, obeys, steps)
 
 
+def test_a_worker_that_its_supervisor_finds_faulty_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def steps(play: Play) -> None:
+        await play.running(part(1))
+        play.worker.fail("uses too much memory")
+        status = await play.until("ended")
+        assert (status.outcome, status.error) == ("failed", "uses too much memory")
+
+    play(monkeypatch, obeys, steps)
+
+
 def test_a_second_detach_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A directive, while the worker is leaving its generation because rank 0 was silent."""
 

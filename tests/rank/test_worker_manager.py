@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,26 @@ def test_check_is_not_fenced(tmp_path: Path, process: type[Process]) -> None:
         return killed
 
     assert asyncio.run(play()) == ["", "silent"]
+
+
+@pytest.mark.parametrize(("held_mb", "problem"), [(900, ""), (1100, "uses 1100 MB of memory, over max_memory_mb=1000")])
+def test_worker_that_exceeds_its_memory_fails(
+    tmp_path: Path, process: type[Process], monkeypatch: pytest.MonkeyPatch, held_mb: int, problem: str
+) -> None:
+    process.outcome, failed = "", list[str]()
+    monkeypatch.setattr(process, "resident_bytes", lambda _: held_mb * 10**6, raising=False)
+    monkeypatch.setattr(process, "fail", lambda _, problem: failed.append(problem), raising=False)
+
+    async def play() -> None:
+        workers = manager(tmp_path)
+        workers.job = replace(workers.job, roles=tuple(replace(r, max_memory_mb=1000) for r in workers.job.roles))
+        check = asyncio.create_task(workers.check("ps"))
+        await asyncio.sleep(0)  # it starts the check
+        workers.limit_memory()
+        check.cancel()
+
+    asyncio.run(play())
+    assert [text.removesuffix(" of its role") for text in failed] == ([problem] if problem else [])
 
 
 def test_each_role_asks_for_its_own_data() -> None:

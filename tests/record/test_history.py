@@ -39,7 +39,7 @@ def again(rows: list[dict[str, Any]]) -> History:
 
 
 def state(run: History) -> tuple[Any, ...]:
-    changes = run.ends, run.lost, run.joined, run.stayed, run.events
+    changes = run.ends, run.lost, run.joined, run.stayed, run.stalled, run.events
     return (run.curves, run.starts, run.generations, run.began, run.seconds, changes, run.goal)
 
 
@@ -153,6 +153,8 @@ def test_a_history_is_read_as_it_was_recorded(seed: int) -> None:
             rows += run.end_generation(chance.choice(["killed", "drained"]))
         if chance.random() < 0.3:
             rows += run.lose_rank("silent")
+        rows += run.record([(chance.choice(history.CHANGES), step, now, chance.random())])
+        rows += run.stall("ended", chance.random())
         rows += run.keep_workers(chance.randint(0, 3), number)
         rows += run.add_ranks(chance.randint(0, 3), number, "observer 1-3")
     rows += run.close()

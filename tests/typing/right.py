@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import assert_type
 
-from rolecall import Context, Future, Peer, Settings, Stream
+from rolecall import Context, Future, Peer, Settings
 from tests.typing.members import Counter
 
 
@@ -18,7 +18,7 @@ async def to_one(context: Context[Settings], peer: Peer) -> None:
     assert_type(context.call(peer, Counter.promised, 0.5), Future[float])
     assert_type(await context.call(peer, Counter.add, 1), int)
     with context.call(peer, Counter.count, 3) as numbers:
-        assert_type(numbers, Stream[int])
+        assert_type(next(numbers), int)
         assert_type(list(numbers), list[int])
 
 

@@ -24,6 +24,7 @@ WORKING = 'rolecall_worker_state{state="running"}'
 ACTIVE = 'rolecall_gang_state{state=~"gathering|running|draining|stopping"}'
 AGE = total("(time() - rolecall_checkpoint_timestamp_seconds)", how="max")
 SENT, RECEIVED = (per_second(f"rpc_{way}_bytes_total", "method") for way in ("sent", "received"))
+WEIGHTS, SAVED = per_second("weights_bytes_total", "name"), per_second("weights_saved_bytes_total", "name")
 RECOVERIES = total("increase(rolecall_recovery_seconds_bucket[1h])", "le")
 JOINS = total("increase(rolecall_gang_join_seconds_bucket[1h])", "le")
 
@@ -33,9 +34,9 @@ def _of_rank_0(metric: str) -> str:
     return total(f"rolecall_{metric}", how="max")
 
 
-def _range(expr: str) -> str:
-    """Between the greatest and the least of a job's ranks."""
-    return f"{total(expr, how='max')} - {total(expr, how='min')}"
+def _range(expr: str, *by: str) -> str:
+    """Between the greatest and the least of a job's ranks, or of those that agree in `by` as well."""
+    return f"{total(expr, *by, how='max')} - {total(expr, *by, how='min')}"
 
 
 def _compared(title: str, about: str, expr: str) -> Panel:
@@ -118,8 +119,6 @@ RANKS_BOARD = dashboard(
             graph("Generation", "none", "Generation of each rank; 0 for none.", (ranked("rolecall_generation"), RANK)),
             graph("Generation skew", "none", "Between training ranks. A rank lags if this stays above 0.",
                   (_range("(rolecall_generation > 0)"), JOB)),
-            graph("Policy skew (rl)", "none", "Updates between the newest and the oldest policy in use.",
-                  (_range("rolecall_rl_policy_version"), JOB)),
         ]),
         Row("Stragglers", [
             _compared("Observer speed (rl)", "Environment steps per second, relative to the median observer.",
@@ -151,7 +150,7 @@ RANKS_BOARD = dashboard(
 RPC = dashboard(
     "rolecall-rpc",
     "Rolecall: RPC",
-    "Remote calls by method, measured by their callers.",
+    "Remote calls by method, measured by their callers; queues and weights.",
     [
         Row("Calls", [
             graph("Calls", "ops", "Remote calls per second, by method and role of the caller.",
@@ -186,6 +185,28 @@ RPC = dashboard(
                   (RECEIVED, JOB + " {{method}}")),
             graph("Payload per call", "bytes", "Sent and received bytes over calls.",
                   (f"({SENT} + {RECEIVED}) / {per_second('rpc_calls_total', 'method')}", JOB + " {{method}}")),
+        ]),
+        Row("Queues and weights", [
+            graph("Queue depth", "none", "Items in a queue, and the most that it may have. A full one waits for those "
+                  "who get, an empty one for those who put.",
+                  (total("rolecall_queue_depth", "name"), JOB + " {{name}}"),
+                  (total("rolecall_queue_size", "name"), JOB + " {{name}} size")),
+            graph("Items", "ops", "Items put into a queue per second.",
+                  (per_second("queue_items_total", "name"), JOB + " {{name}}")),
+            graph("Waiting", "none", "Mean number of puts that wait for room, and of gets that wait for an item. A "
+                  "wait counts when it ends.",
+                  (per_second("queue_wait_seconds_total", "name", "method"), JOB + " {{name}} {{method}}")),
+            graph("Versions behind", "none", "Versions between the newest weights and the oldest that a rank has.",
+                  (_range("rolecall_weights_version", "name"), JOB + " {{name}}")),
+            graph("Age of samples", "none", "Versions between the weights that made a sample and those that learn from "
+                  "it: what the job logs as `age`.",
+                  (total('rolecall_value{name="age"}', how="max"), JOB)),
+            graph("Time to receive", "s", "Mean time from a publication until a rank has all of it.",
+                  (mean("weights_seconds", "name"), JOB + " {{name}}")),
+            graph("Weights", "Bps", "Bytes of weights that all ranks receive per second.",
+                  (WEIGHTS, JOB + " {{name}}"), width=12),
+            graph("Saved", "percentunit", "Share of the weights' bytes that did not travel: unchanged, or narrower.",
+                  (f"{SAVED} / ({SAVED} + {WEIGHTS})", JOB + " {{name}}"), width=12),
         ]),
     ],
 )  # fmt: skip
@@ -222,6 +243,9 @@ RECOVERY = dashboard(
                   (f"histogram_quantile(0.95, {JOINS})", JOB + " p95")),
             graph("Stays", "none", "Members whose worker stayed alive from one generation to the next, since rank 0 "
                   "started.", (total("rolecall_gang_stays_total"), JOB)),
+            graph("Stalls", "s", "Seconds that joins and losses cost the others' steps, by cause, in five minutes.",
+                  (f"sum by (namespace, job, cause) ({ranked('increase(rolecall_stalled_seconds_total[5m])')}) > 0",
+                   JOB + " {{cause}}")),
             graph("Rank 0 unreachable", "ops", "Requests to rank 0's coordinator without an answer, per second.",
                   (ranked(rate("gang_unreachable_total")), RANK)),
         ]),

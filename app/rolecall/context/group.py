@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolecall import telemetry
 from rolecall.config import Settings
@@ -22,6 +22,13 @@ from rolecall.errors import PeerLostError, UsageError
 from rolecall.wire.session import Session, serving
 
 Answers = queue.SimpleQueue[tuple[str, Any]]
+
+
+class Opened(NamedTuple):
+    """A session whose peers can be called, by `transport`."""
+
+    session: Session
+    transport: Transport
 
 
 class Group:
@@ -39,6 +46,7 @@ class Group:
         place: Peer | None = None,
         *,
         job: Job | None,
+        metrics: Any,
         supervision: Supervision,
         watchdog: Watchdog,
     ) -> None:
@@ -46,8 +54,9 @@ class Group:
         self.session: Session | None = None  # the newest
         self.transport: Transport | None = None  # None while the worker cannot call its peers
         self.lost = set[str]()
+        self.joins = self.losses = 0  # of peers, so far
         self.mapped = set[str]()  # peers that CUDA tensors can be sent to
-        self.queues = Queues()  # that this member owns
+        self.queues = Queues(metrics)  # that this member owns
         self.logger = telemetry.log()
         self.drain_ordered = threading.Event()
         self._attachment: Attachment | None = None
@@ -97,6 +106,15 @@ class Group:
                 raise session.error()
             self.transport, self._was_open = self._transport, True
             self._changed.notify_all()
+
+    def wait_open(self, seconds: float) -> Opened | None:
+        """Waits until peers can be called, for up to `seconds`. Unlike `connected`, it is for a thread that works in
+        the background: the worker itself needs no generation."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.transport is not None and self.session is not None, seconds)
+            if self.transport is None or self.session is None:
+                return None
+            return Opened(self.session, self.transport)
 
     def use(self, transport: Transport | None) -> None:
         """Calls go by `transport`, without a meeting."""
@@ -225,6 +243,7 @@ class Group:
             assert self._attachment is not None
             self._attachment = replace(self._attachment, members=members)
             self.lost -= {peer.name for peer in joined}
+            self.joins += len(joined)
             transport = self._transport
         for peer in joined:
             self.watchdog.forget_peer(peer.name)
@@ -253,6 +272,7 @@ class Group:
             if peer.name in self.lost or peer not in self.members:
                 return False
             self.lost.add(peer.name)
+            self.losses += 1
         with self._lock:
             under_way = list(self._answers)
         for answers in under_way:

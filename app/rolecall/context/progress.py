@@ -13,7 +13,8 @@ from rolecall.context.watchdog import Watchdog
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Peer
 
-Curve = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]
+Change = Literal["joined", "lost"]
+Curve = Literal["start", "train", "goal", "score", "low", "high", "loss", "done", Change]
 
 
 class Supervision:
@@ -192,6 +193,11 @@ class Progress:
             elif step > self._step:
                 self._reach(step)
             self._end_step(step)
+
+    def stalled(self, step: int, change: Change, seconds: float) -> None:
+        """`step`, in which members joined or were lost, took `seconds` longer than usual."""
+        self.metrics.stalled_seconds.labels(change).inc(seconds)
+        self.supervision.record(change, step, seconds)
 
     def _advance(self, step: int, done: float) -> None:
         self.metrics.done.inc(max(0.0, done - self.done))

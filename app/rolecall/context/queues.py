@@ -6,9 +6,11 @@ import asyncio
 import concurrent.futures
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
 
 from rolecall.errors import UsageError
 from rolecall.wire.future import Future
@@ -18,11 +20,34 @@ T = TypeVar("T")
 Pending = concurrent.futures.Future[Any]
 
 
+@dataclass(frozen=True)
+class QueueMetrics:
+    """The metrics of one queue: its depth, the items put, and the seconds that puts and gets waited."""
+
+    depth: Any
+    items: Any
+    put_seconds: Any
+    get_seconds: Any
+
+    @classmethod
+    def of(cls, metrics: Any, name: str, maxsize: int) -> Self:
+        """Those of the queue `name`, among a worker's `metrics`."""
+        metrics.queue_size.labels(name).set(maxsize)
+        waited = metrics.queue_wait_seconds
+        return cls(
+            depth=metrics.queue_depth.labels(name),
+            items=metrics.queue_items.labels(name),
+            put_seconds=waited.labels(name, "put"),
+            get_seconds=waited.labels(name, "get"),
+        )
+
+
 class Items:
     """What is in a queue at its owner. Safe to use from several threads."""
 
-    def __init__(self, maxsize: int) -> None:
-        self.maxsize = maxsize
+    def __init__(self, maxsize: int, metrics: QueueMetrics) -> None:
+        self.maxsize, self._metrics = maxsize, metrics
+        metrics.depth.set(0)  # the owner's worker before this one may have left another value
         self._items = deque[Any]()
         self._getters, self._putters = deque[Pending](), deque[tuple[Any, Pending]]()
         self._lock = threading.Lock()
@@ -34,6 +59,7 @@ class Items:
             self._putters.append((item, answer))
             ended = self._move()
         _end(ended)
+        _count_wait(answer, self._metrics.put_seconds)
         return answer
 
     def get(self) -> Pending:
@@ -43,6 +69,7 @@ class Items:
             self._getters.append(answer)
             ended = self._move()
         _end(ended)
+        _count_wait(answer, self._metrics.get_seconds)
         return answer
 
     def put_back(self, item: Any) -> None:
@@ -60,12 +87,14 @@ class Items:
                 item, putter = self._putters.popleft()
                 if putter.set_running_or_notify_cancel():
                     self._items.append(item)
+                    self._metrics.items.inc()
                     ended.append((putter, None))
             elif self._getters and self._items:
                 getter = self._getters.popleft()
                 if getter.set_running_or_notify_cancel():
                     ended.append((getter, self._items.popleft()))
             else:
+                self._metrics.depth.set(len(self._items))
                 return ended
 
     def snapshot(self) -> list[Any]:
@@ -82,10 +111,18 @@ def _end(ended: list[tuple[Pending, Any]]) -> None:
         future.set_result(result)
 
 
-class Queues:
-    """The queues that this worker owns, by name."""
+def _count_wait(answer: Pending, seconds: Any) -> None:
+    """Adds the time until `answer` ends to the counter `seconds`, if it has to wait."""
+    if not answer.done():
+        began = time.monotonic()
+        answer.add_done_callback(lambda _: seconds.inc(time.monotonic() - began))
 
-    def __init__(self) -> None:
+
+class Queues:
+    """The queues that this worker owns, by name. `metrics` are the worker's."""
+
+    def __init__(self, metrics: Any) -> None:
+        self._metrics = metrics
         self._queues: dict[str, Items] = {}
         self._lock = threading.Lock()
 
@@ -94,7 +131,9 @@ class Queues:
         if maxsize < 1:
             raise UsageError(f"queue {name!r}: maxsize={maxsize} must be at least 1")
         with self._lock:
-            items = self._queues.setdefault(name, Items(maxsize))
+            items = self._queues.get(name)
+            if items is None:
+                items = self._queues[name] = Items(maxsize, QueueMetrics.of(self._metrics, name, maxsize))
         if items.maxsize != maxsize:
             raise UsageError(f"queue {name!r}: has maxsize={items.maxsize}, and {maxsize} at another place")
         return items

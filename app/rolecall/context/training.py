@@ -12,7 +12,7 @@ from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
 from rolecall.checkpoint.saving import Saver, State
 from rolecall.checkpoint.sharded import Sharded
 from rolecall.context.group import Group
-from rolecall.context.progress import Progress, StepLogged, TrainingStarted
+from rolecall.context.progress import Change, Progress, StepLogged, TrainingStarted
 from rolecall.declare.plain import is_stateful, require_plain
 from rolecall.declare.preflight import NOT_RESTORED
 from rolecall.errors import Drained, UsageError
@@ -171,6 +171,7 @@ class Training:
             if self.due and (settled is None or not draining or settled()):
                 self.save(drain=draining)
             self._redo, self._stepping = False, True
+            began, joins, losses = time.monotonic(), self._group.joins, self._group.losses
             try:
                 with self._watchdog.step(self.step + 1):
                     yield self.step + 1
@@ -179,8 +180,16 @@ class Training:
                 if not self._redo:
                     self.step += 1
             if not self._redo:
+                if (joins, losses) != (self._group.joins, self._group.losses):
+                    self._count_stall("lost" if losses != self._group.losses else "joined", time.monotonic() - began)
                 self._progress.complete(self.step)
         self._watchdog.idle()
+
+    def _count_stall(self, change: Change, seconds: float) -> None:
+        """Members joined or were lost in the step just made, which took `seconds`."""
+        usual = self._watchdog.usual_seconds
+        if usual is not None and seconds > usual:
+            self._progress.stalled(self.step, change, seconds - usual)
 
     def redo(self) -> None:
         """See `Context.redo`."""

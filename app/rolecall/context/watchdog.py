@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
 import threading
 import time
 from collections import deque
@@ -147,6 +148,11 @@ class Watchdog:
                 recorder.since(self._began_ns, "step", step=step)
         if self._step is not None or not self._loops:
             self._begin(step + 1)
+
+    @property
+    def usual_seconds(self) -> float | None:
+        """The median of the recent steps; None if there are none."""
+        return statistics.median(self._seconds) if self._seconds else None
 
     def idle(self) -> None:
         """No step is under way."""

@@ -155,6 +155,7 @@ def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
                 restarts=role.restarts,
                 backoff=role.backoff,
                 required=role.required,
+                max_memory_mb=role.max_memory_mb,
             )
         )
     return tuple(specs)

@@ -55,6 +55,8 @@ class Role:
     a running one (default: those of an elastic role with a class). Those of other roles are fresh processes in each
     generation: as they must be for a process group, whose members cannot change.
 
+    A worker whose resident memory exceeds `max_memory_mb` (10^6 bytes) fails, and is replaced (None: no limit).
+
     `gpus` is how many GPUs each member gets to itself under `rolecall run` (0: it sees none; None: it sees all).
     `preload` lists slow modules to import once, before workers are forked.
     """
@@ -70,6 +72,7 @@ class Role:
     restarts: int | None = None
     backoff: float | None = None
     required: bool = False
+    max_memory_mb: int | None = None
 
     @property
     def elastic(self) -> bool:
@@ -183,6 +186,8 @@ class Job:
             yield f"role {role.name}: required=True needs restarts=..., after which the job fails"
         if (role.restarts or 0) < 0 or (role.backoff or 0.0) < 0:
             yield f"role {role.name}: restarts and backoff cannot be negative"
+        if role.max_memory_mb is not None and role.max_memory_mb <= 0:
+            yield f"role {role.name}: max_memory_mb={role.max_memory_mb} must be above 0; None means no limit"
 
     def _problems_of_metrics(self) -> Iterator[str]:
         if not all(isinstance(metric, Metric) for metric in self.metrics):

@@ -58,7 +58,7 @@ class RoleSpec:
     """A role's name and its numbers of members, which are equal unless it is elastic.
 
     The workers of a role that `stays` keep their process and their object when a generation ends, but for rank 0's.
-    For `restarts`, `backoff` and `required` see `Role`.
+    For `restarts`, `backoff`, `required` and `max_memory_mb` see `Role`.
     """
 
     name: str
@@ -70,6 +70,7 @@ class RoleSpec:
     restarts: int | None = None
     backoff: float | None = None
     required: bool = False
+    max_memory_mb: int | None = None
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ def summary(
         "ranks_lost": dict(history.lost),
         "ranks_joined": history.joined,
         "workers_stayed": history.stayed,
+        "stalled_seconds": {what: round(seconds, 3) for what, seconds in history.stalled.items()},
         "world": dict(Counter(role for role, _ in members)),
         "curve": {
             "label": score,

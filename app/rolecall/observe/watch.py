@@ -80,6 +80,11 @@ class Display:
         score = f"{points[-1][2]:.4g}" if points else "-"
         return f"{self.state['job']['score']} {score}" + ("" if goal is None else f" of {goal:g}")
 
+    def flow(self) -> list[str]:
+        """A line for each queue and for each of the weights."""
+        queues, weights = self.state.get("queues", ()), self.state.get("weights", ())  # an earlier rank 0 has none
+        return [*map(_queue, queues), *map(_weights, weights)]
+
     @property
     def ranks(self) -> list[str]:
         """Each rank with its state."""
@@ -98,7 +103,8 @@ class Display:
         if self.state:
             curve = self.state["curve"]
             bars = sparkline([value for _, _, value in curve["score"]], max(10, width - 30), top=curve["goal"])
-            body += [self._table(), Text.assemble((self.score(), "bold"), "  ", (bars, "cyan"))]
+            body += [self._table(), *map(Text, self.flow())]
+            body.append(Text.assemble((self.score(), "bold"), "  ", (bars, "cyan")))
         if self.lines:
             body.append(Text("\n".join(self.lines), style="dim", overflow="ellipsis", no_wrap=True))
         return Panel(Group(*body))
@@ -133,6 +139,17 @@ def sparkline(points: list[float], width: int, top: float | None = None) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
+
+
+def _queue(queue: dict[str, Any]) -> str:
+    rate = "" if queue["items"] is None else f"  {queue['items']:,.1f} items/s"
+    return f"queue {queue['name']}  {queue['depth']:.0f} of {queue['size']:.0f}{rate}"
+
+
+def _weights(weights: dict[str, Any]) -> str:
+    behind = weights["newest"] - weights["oldest"]
+    oldest = f"  {weights['oldest_at']} is {behind:.0f} behind" if behind else ""
+    return f"weights {weights['name']}  version {weights['newest']:.0f}{oldest}"
 
 
 def _reason(error: BaseException) -> str:

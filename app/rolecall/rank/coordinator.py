@@ -260,6 +260,7 @@ class Coordinator:
                 journal.add(journal.history.end_generation(event.kind, number, event.reason))
             case "recovered":
                 self.metrics.recovery_seconds.observe(event.seconds)
+                journal.add(journal.history.stall("ended", event.seconds))
         if event.kind == "failed":
             self.log.error("gang failed", **telemetry.cause(event.reason))
         else:

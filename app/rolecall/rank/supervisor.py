@@ -244,6 +244,7 @@ class Supervisor:
                 self._detach()
             elif order:
                 self.workers.kill(order)
+            self.workers.limit_memory()
             for spare in self.workers.spare_workers:
                 if self.member.is_silent(now, spare.last_heartbeat):
                     spare.kill("silent")

@@ -16,7 +16,7 @@ from rolecall.declare.describe import Description
 from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import OVER, Directive, Key, Outcome, WorkerState, WorkerStatus, name_of
+from rolecall.gang.protocol import OVER, Directive, Key, Outcome, RoleSpec, WorkerState, WorkerStatus, name_of
 from rolecall.rank import fork_server
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.pipe_messages import Drain
@@ -209,7 +209,7 @@ class WorkerManager:
             self._spares = None
         if self._spares or not s.spares or is_rank0:
             return
-        spec = next((spec for spec in self.job.roles if spec.name == place[0]), None)
+        spec = self._spec(place[0])
         if spec and spec.stays:
             self._spares = Spares(
                 place,
@@ -259,6 +259,18 @@ class WorkerManager:
         """Kills a live worker, which then ends with `outcome`. A check of the settings needs no fencing."""
         if self.worker and self.worker.alive and not (self.worker.task.check and outcome == "stopped"):
             self.worker.kill(outcome)
+
+    def limit_memory(self) -> None:
+        """Ends a worker that holds more memory than its role allows."""
+        spec = self._spec(self.worker.task.role) if self.worker else None
+        if not self.worker or not spec or spec.max_memory_mb is None:
+            return
+        used = self.worker.resident_bytes() / 1e6
+        if used > spec.max_memory_mb:
+            self.worker.fail(f"uses {used:.0f} MB of memory, over max_memory_mb={spec.max_memory_mb} of its role")
+
+    def _spec(self, role: str) -> RoleSpec | None:
+        return next((spec for spec in self.job.roles if spec.name == role), None)
 
     @property
     def spare_workers(self) -> Sequence[WorkerProcess]:

@@ -241,6 +241,11 @@ class WorkerProcess:
         else:
             self._sigkill()
 
+    def fail(self, problem: str) -> None:
+        """Kills it because of `problem`, a failure of its own."""
+        self.error = problem
+        self.kill("failed")
+
     async def dump(self) -> str:
         """The stacks of its threads, even if one of them holds the GIL; empty if there are none."""
         if self._pidfd < 0 or not self.task.stacks:
@@ -280,8 +285,7 @@ class WorkerProcess:
                 self._take(message)
         except PipeError as error:
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
-            self.error = f"the worker {error}"
-            self.kill("failed")
+            self.fail(f"the worker {error}")
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
 

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from rolecall.record import files
 BOUNDS = ("low", "high")  # of the scores, if a job logs them
 CURVES = ("score", *BOUNDS, "loss", "done")
 KEPT = {*CURVES, "goal"}
+CHANGES = ("joined", "lost")  # of members while a generation runs, which may stall the others' step
 SPACING = 500  # a point is kept if 1/500 of the training time has passed since the last: some 6,000 in a month
 MAX_STARTS = 500
 MAX_EVENTS = 500
@@ -98,6 +99,7 @@ class History:
         self.joined = 0  # ranks that joined a running generation
         self.stayed = 0  # workers that stayed alive from one generation to the next
         self.events: list[Event] = []  # the newest
+        self.stalled = defaultdict[str, float](float)  # seconds, by what cost the others
         self._end = ""  # cause of the last generation's end, until the next starts
         self._started = False  # a generation, in this process
         self._origin: float | None = None  # monotonic time of 0 seconds; set when training begins
@@ -115,6 +117,8 @@ class History:
                 rows += self._add({"kind": "start", **asdict(start)})
             elif kind == "train":
                 self._origin = at - self.seconds
+            elif kind in CHANGES:
+                rows += self.stall(kind, value)
             elif not self._started or not math.isfinite(value) or kind not in KEPT:
                 continue
             elif kind == "goal":
@@ -159,6 +163,10 @@ class History:
         """Adds that a generation began with `count` workers that stayed; returns the rows to be written."""
         return self._happen("stayed", generation, count=count)
 
+    def stall(self, what: str, seconds: float) -> list[Row]:
+        """Adds the `seconds` that members lost when a generation `ended`, or others `joined` it or were `lost`."""
+        return self._add({"kind": "stall", "what": what, "seconds": round(seconds, 3)})
+
     def _happen(self, what: What, generation: int, cause: str = "", reason: str = "", *, count: int = 1) -> list[Row]:
         if not generation or not count:
             return []
@@ -194,6 +202,8 @@ class History:
                 self.events = [*self.events, event][-MAX_EVENTS:]
                 self.joined += event.count if event.what == "joined" else 0
                 self.stayed += event.count if event.what == "stayed" else 0
+            case "stall":
+                self.stalled[_WHAT.validate_python(row["what"])] += _SECONDS.validate_python(row["seconds"])
             case str(kind) if kind in self.curves:
                 point = _POINT.validate_python(row)
                 self.curves[kind].append(point)
@@ -245,7 +255,8 @@ class History:
 
 
 _START, _EVENT, _POINT = TypeAdapter(Start), TypeAdapter(Event), TypeAdapter(Point)
-_FINITE = TypeAdapter(FiniteFloat)
+_FINITE, _SECONDS = TypeAdapter(FiniteFloat), TypeAdapter(Seconds)
+_WHAT = TypeAdapter[What](What)
 
 
 def read(directory: Path) -> History:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
 
 from rolecall import Context, Peer, PeerLostError
 from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.messages import GradientPart, PartAnswer, TrainerId
+from rolecall.jobs.ps.metrics import WEIGHTS
+from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.server import Server
 
 
@@ -54,3 +59,11 @@ class Exchanges:
     def close(self) -> None:
         """Ends the thread. What is not sent yet stays unsent."""
         self._sender.shutdown(wait=False, cancel_futures=True)
+
+
+def count_parameters(metrics: Any, payload: Tensor, part: Part) -> None:
+    """Counts the parameters of `part` that a trainer received as `payload`."""
+    received, full = payload.nbytes, 4 * (part.stop - part.start)
+    metrics.ps_payload_bytes.labels("down").inc(received)
+    metrics.weights_bytes.labels(WEIGHTS).inc(received)
+    metrics.weights_saved_bytes.labels(WEIGHTS).inc(max(0, full - received))  # a tiny part is padded to a block

@@ -14,6 +14,7 @@ from rolecall.jobs.ps.evaluate import log_accuracy
 from rolecall.jobs.ps.events import Events, Joined, Lost, MembersChanged, trainers_in
 from rolecall.jobs.ps.ledger import Ledger, Update
 from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, TrainerId, UpdateShard, Working
+from rolecall.jobs.ps.metrics import WEIGHTS
 from rolecall.jobs.ps.patience import Patience
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.sharded import ShardedModel
@@ -106,7 +107,8 @@ def lead(server: Server) -> dict[str, Any]:
         if not reports:  # answers only: the version is unchanged
             context.redo()
             continue
-        _log(context, reports, ledger.done, begun // len(train) + 1)
+        metrics.weights_version.labels(WEIGHTS).set(ledger.version)
+        _log(context, reports, ledger, begun // len(train) + 1)
         ended, epoch = ledger.epoch > epoch, ledger.epoch
         if ended and not ledger.over and evaluation.done():
             evaluation = evaluator.submit(evaluate, epoch, version, model.parameters(), model.buffers)
@@ -159,12 +161,15 @@ def scheduled(settings: PsSettings, progress: float) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * progress) if settings.lr_schedule == "cosine" else 1.0
 
 
-def _log(context: Context[PsSettings], reports: list[BatchReport], done: int, epoch: int) -> None:
-    """Logs an update from the trainers' `reports`."""
+def _log(context: Context[PsSettings], reports: list[BatchReport], ledger: Ledger, epoch: int) -> None:
+    """Logs the ledger's newest update, from the trainers' `reports`."""
     used = sum(report.samples for report in reports)
     loss = sum(report.loss * report.samples for report in reports) / used
     correct = sum(report.correct for report in reports) / used
-    context.log(done=done, loss=loss, epoch=epoch, ps_train_accuracy_ratio=correct)
+    before = ledger.version - 1
+    age = sum((before - report.version) * report.samples for report in reports) / used
+    values: dict[str, Any] = {} if context.settings.update_mode == "sync" else {"age": age}  # with `sync` it is 0
+    context.log(done=ledger.done, loss=loss, epoch=epoch, ps_train_accuracy_ratio=correct, **values)
 
 
 class OpenRounds:

@@ -21,8 +21,9 @@ from torch.nn.utils import vector_to_parameters
 from rolecall import Context, PeerLostError
 from rolecall.jobs.ps import PsSettings, data, model
 from rolecall.jobs.ps.cores import share_cores
-from rolecall.jobs.ps.exchanges import Exchange, Exchanges
+from rolecall.jobs.ps.exchanges import Exchange, Exchanges, count_parameters
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices
+from rolecall.jobs.ps.metrics import WEIGHTS
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.wire import Receiver, Sender
 
@@ -149,11 +150,12 @@ class LocalReplica:
             del self._exchange[index]
             if parameters is None:
                 raise PeerLostError("this trainer was given up")
-            self.metrics.ps_payload_bytes.labels("down").inc(parameters.nbytes)
+            count_parameters(self.metrics, parameters, self.parts[index])
             self._rebase(index, parameters)
             if assignment is not None:
                 batches = assignment.batches
                 self.version, self._rate = assignment.version, assignment.rate
+                self.metrics.weights_version.labels(WEIGHTS).set(self.version)
                 model.load_buffers(self.model, assignment.buffers)
         if not self._exchange and self.number > 1:
             self.metrics.ps_hidden_seconds.inc(hidden)

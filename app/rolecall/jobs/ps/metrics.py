@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rolecall import Metric
 
+WEIGHTS = "parameters"  # their name in metrics
 STALENESS_UPDATES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 FAST_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 LEAD, TRAINER = ("rank 0",), ("trainer",)

@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from rolecall import Context
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.exchanges import Exchange, Exchanges
+from rolecall.jobs.ps.exchanges import Exchange, Exchanges, count_parameters
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices
+from rolecall.jobs.ps.metrics import WEIGHTS
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.server import MAX_EXCHANGES
 from rolecall.jobs.ps.wire import Receiver, Sender
@@ -152,10 +153,11 @@ class Replica:
             with self.metrics.ps_wait_seconds.time():
                 parameters, assignment = self._incoming.pop(index).result()
             if parameters is not None:
-                self.metrics.ps_payload_bytes.labels("down").inc(parameters.nbytes)
+                count_parameters(self.metrics, parameters, self.parts[index])
                 self._load(index, self._receivers[index].receive(parameters))
             if assignment is not None:
                 self.version, self._batches = assignment.version, assignment.batches
+                self.metrics.weights_version.labels(WEIGHTS).set(self.version)
                 model.load_buffers(self.model, assignment.buffers)
 
     def _load(self, index: int, parameters: Tensor) -> None:

@@ -14,7 +14,6 @@ METRICS = (
     Metric("gauge", "rl_return_mean", "Mean return of the last 100 episodes of all observers.", roles=AGENT),
     Metric("gauge", "rl_return_running", "The tutorial's running reward.", roles=AGENT),
     Metric("gauge", "rl_episode_steps", "Mean length of the last 100 episodes.", roles=AGENT),
-    Metric("gauge", "rl_policy_version", "Version of the policy in use: updates made to it."),
     Metric(
         "histogram",
         "rl_policy_age_versions",

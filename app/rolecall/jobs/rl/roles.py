@@ -23,6 +23,8 @@ from rolecall.jobs.rl.messages import Episode, PolicyState, Rollout, Trajectory,
 from rolecall.jobs.rl.score import Score
 from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
 
+WEIGHTS = "policy"  # their name in metrics
+
 
 class Experience(NamedTuple):
     """The result of an iteration's rollouts: the `observers`, the episodes that ended at each, and all trajectories."""
@@ -86,8 +88,9 @@ class Agent:
             if settings.pipeline:
                 self._request()
             self.metrics.rl_rollout_seconds.observe(timer.seconds)
-            for trajectory in experience.trajectories:
-                self.metrics.rl_policy_age_versions.observe(self.learner.version - trajectory.version)
+            ages = [self.learner.version - trajectory.version for trajectory in experience.trajectories]
+            for each in ages:
+                self.metrics.rl_policy_age_versions.observe(each)
             score.add(
                 experience.episodes,
                 max(len(each.rewards) for each in experience.trajectories),
@@ -95,6 +98,8 @@ class Agent:
             )
             self._known.update(experience.observers)
             gauges: dict[str, Any] = {"rl_update_passes": 0.0} if score.holds else self._learn(experience.trajectories)
+            if settings.pipeline:  # otherwise it is 0
+                gauges["age"] = sum(ages) / len(ages)
             state["samples"] += sum(trajectory.samples for trajectory in experience.trajectories)
             if settings.algorithm == "reinforce" and not all(experience.episodes):
                 context.logger.warning("no episode ended in a rollout", steps=envs.MAX_ROLLOUT_STEPS)
@@ -107,9 +112,9 @@ class Agent:
                 rl_return_mean=score.mean or 0.0,
                 rl_return_running=score.running,
                 rl_episode_steps=score.mean_length,
-                rl_policy_version=self.learner.version,
                 **gauges,
             )
+            self.metrics.weights_version.labels(WEIGHTS).set(self.learner.version)
         for _ in self._under_way or ():
             pass  # nobody learns from these rollouts
         if score.solved:
@@ -222,13 +227,14 @@ class Observer:
             raise
 
     def _rollout(self, policy: PolicyState | None, version: int) -> Rollout:
-        self.metrics.rl_policy_version.set(version)
+        self.metrics.weights_version.labels(WEIGHTS).set(version)
         self._take_episodes()  # nobody has learned from the rollout in which they ended: its agent was lost
         if policy is None:
             self._begin_with_agent()
             self._step_with_agent()
             trajectories = []
         else:
+            self.metrics.weights_bytes.labels(WEIGHTS).inc(sum(tensor.nbytes for tensor in policy.values()))
             self._actor.load(policy)
             trajectories = self._step_with_actor(version)
         episodes = self._take_episodes()

@@ -1,16 +1,17 @@
-"""Calls per second and their latency, from the counters in ranks' reports. Pure: no I/O, no clock."""
+"""Calls, queues and weights, from the gauges and counters in ranks' reports. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
-from rolecall.gang.protocol import Key
+from rolecall.gang.protocol import Key, name_of
 from rolecall.telemetry import LATENCY
 
 WINDOW_REPORTS = 6  # over which a rate is measured
@@ -37,6 +38,25 @@ class Method:
 
 
 @dataclass(frozen=True)
+class QueueCounters:
+    """A queue at its owner: the items in it, the most that it may have, and the items put so far."""
+
+    depth: FiniteFloat = 0.0
+    size: FiniteFloat = 0.0
+    items: FiniteFloat = 0.0
+
+
+@dataclass(frozen=True)
+class WeightsCounters:
+    """Weights at a member: the version that it has, None before the first, and the bytes that it received and that did
+    not need to travel."""
+
+    version: FiniteFloat | None = None
+    received: FiniteFloat = 0.0
+    saved: FiniteFloat = 0.0
+
+
+@dataclass(frozen=True)
 class LogEvent:
     """A warning or an error in a rank's log, with its Unix time."""
 
@@ -48,13 +68,17 @@ class LogEvent:
 @dataclass(frozen=True)
 class Stats:
     """The statistics of a rank. The Unix time `started` identifies its supervisor; `at` is the time in seconds of that
-    process's clock; `values` are gauges and counters."""
+    process's clock; `values` are gauges and counters; `logged` are the values that the job logs by names of its own, at
+    rank 0."""
 
     started: FiniteFloat
     at: FiniteFloat
     methods: dict[str, Method]
     values: dict[str, FiniteFloat]
     log: list[LogEvent]
+    queues: dict[str, QueueCounters] = field(default_factory=dict)
+    weights: dict[str, WeightsCounters] = field(default_factory=dict)
+    logged: dict[str, FiniteFloat] = field(default_factory=dict)
 
 
 _STATS = TypeAdapter(Stats)
@@ -74,6 +98,31 @@ class Link:
     received: float
     p50: float | None
     p99: float | None
+
+
+@dataclass(frozen=True)
+class QueueUse:
+    """A queue at the rank `owner`: the items in it of at most `size`, and the items put per second, None if unknown."""
+
+    name: str
+    owner: str
+    depth: float
+    size: float
+    items: float | None
+
+
+@dataclass(frozen=True)
+class WeightsUse:
+    """Weights at the members that have a version: the newest one, the oldest one and who has it, and the bytes that
+    all received and that did not need to travel."""
+
+    name: str
+    members: int
+    newest: float
+    oldest: float
+    oldest_at: str
+    received: float
+    saved: float
 
 
 class Rates:
@@ -124,6 +173,37 @@ class Rates:
         """The remote calls of a rank per second."""
         return self.per_second(key, lambda report: sum(method.calls for method in report.methods.values()))
 
+    def queues(self) -> list[QueueUse]:
+        """The queues, by name and owner."""
+        used = []
+        for key, reports in self.reports.items():
+            for name, queue in reports[-1].queues.items():
+                items = self.per_second(key, partial(_items_put, name))
+                used.append(QueueUse(name, name_of(key), queue.depth, queue.size, items=items))
+        return sorted(used, key=lambda queue: (queue.name, queue.owner))
+
+    def weights(self) -> list[WeightsUse]:
+        """The weights, by name."""
+        held = defaultdict[str, list[tuple[float, str, WeightsCounters]]](list)
+        for key, reports in self.reports.items():
+            for name, weights in reports[-1].weights.items():
+                if weights.version is not None:
+                    held[name].append((weights.version, name_of(key), weights))
+        used = []
+        for name, members in sorted(held.items()):
+            oldest, oldest_at, _ = min(members, key=lambda member: member[:2])
+            one = WeightsUse(
+                name,
+                members=len(members),
+                newest=max(version for version, _, _ in members),
+                oldest=oldest,
+                oldest_at=oldest_at,
+                received=sum(weights.received for _, _, weights in members),
+                saved=sum(weights.saved for _, _, weights in members),
+            )
+            used.append(one)
+        return used
+
     def links(self) -> list[Link]:
         """The calls between roles, the most frequent first."""
         grown: dict[tuple[str, str], list[float]] = {}
@@ -140,6 +220,12 @@ class Rates:
             p50, p99 = quantile(0.5, answered), quantile(0.99, answered)
             links.append(Link(role, tuple(sorted(roles)), name, **counts, p50=p50, p99=p99))
         return sorted(links, key=lambda link: (-link.calls, link.caller, link.method))
+
+
+def _items_put(name: str, report: Stats) -> float | None:
+    """The items put so far into the queue `name`."""
+    queue = report.queues.get(name)
+    return queue.items if queue else None
 
 
 def _grown(name: str, before: Stats, after: Stats) -> list[float]:

@@ -96,6 +96,9 @@ def of_gang(
             "roles": [asdict(role) for role in roles],
             "ranks": [_rank(key, gang, rates, over, key[1] < minimum[key[0]]) for key in keys],
             "links": [asdict(link) for link in rates.links()],
+            "queues": [asdict(queue) for queue in rates.queues()],
+            "weights": [asdict(weights) for weights in rates.weights()],
+            "logged": report.logged if (report := rates.newest(rank0)) else {},
             "errors": _errors((key, report.log) for key in keys if (report := rates.newest(key))),
         }
     )

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ except KeyboardInterrupt:  # they take a moment
     raise SystemExit(130) from None
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
-SCRIPT = "script"  # the job that runs a program without one
 
 
 class Command(NamedTuple):
@@ -56,6 +54,7 @@ COMMANDS = {
         "kill",
         "kill_parser",
     ),
+    "launch": Command("rolecall.launch.slurm", "submit a job to a cluster's scheduler: Slurm"),
     "scale": Command(
         "rolecall.launch.commands",
         "change how many ranks an elastic role of a local run has",
@@ -203,9 +202,13 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     source = {} if config.exported(config.SOURCES) else registry.sources_of(config.job_name())
     with sources.passed_on(source):
         job, settings = describe.of_rank(config.job_name()), config.load(Settings)
-    if job.target == SCRIPT and not config.exported(config.SOURCES):
+    if job.target == registry.SCRIPT and not config.exported(config.SOURCES):
         source = registry.sources_of(job.settings["script"])
     config.forget("JOB_TOKEN")  # what this process starts has no need of it
+    if not settings.role and settings.rank is None and (number := config.outside_step()):
+        raise UsageError(
+            f"SLURM_JOB_ID={number}: srun has not started this rank; run `srun rolecall rank`, or set ROLE"
+        )
     identity = registry.identity(job.roles, settings, config.host_name())
     telemetry.setup_logging(
         settings.log_format, settings.log_level, role=identity.role or None, ordinal=identity.ordinal
@@ -231,27 +234,15 @@ def _run(target: str, words: Sequence[str]) -> int:
     from rolecall.rank.zygote import Zygote
 
     secret.forbid_core_dumps()
-    target, flags = _script(target, words)
+    target, flags = registry.program(target, words)
     registry.require_target(target)
     # the zygote imports torch while this process imports the rest
     with sources.passed_on(registry.sources_of(target)), Zygote(target) as zygote:
         from rolecall.launch import local
 
         job = describe.ask(target, flags, zygote.call)
-        with sources.passed_on(registry.sources_of(job.settings["script"]) if target == SCRIPT else {}):
+        with sources.passed_on(registry.sources_of(job.settings["script"]) if target == registry.SCRIPT else {}):
             return local.run(job, zygote)
-
-
-def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The job and its flags. A program without a job, which is given --ranks or arguments of its own, is one of the job
-    `script`."""
-    flags, arguments = list(words), list[str]()
-    if "--" in flags:
-        flags, arguments = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
-    if target in registry.JOBS or not (arguments or any(word.partition("=")[0] == "--ranks" for word in flags)):
-        return target, words
-    given = [f"--script={registry.absolute(target)}", f"--script-args={shlex.join(arguments)}"]
-    return SCRIPT, [*flags, *given]
 
 
 def _resume(arguments: argparse.Namespace) -> int:

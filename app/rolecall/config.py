@@ -1,7 +1,8 @@
 """Settings. The only module that reads the process environment.
 
 Every variable is a field of a settings class: `Settings` has the fields of all jobs, a job's own class adds its fields.
-`load` makes an instance from the environment, or raises one `UsageError` that names every wrong variable.
+`load` makes an instance from the environment, or raises one `UsageError` that names every wrong variable. What srun and
+torchrun say of a process's place is read too, for variables that are not set.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from rolecall import placement
 from rolecall.errors import UsageError
 from rolecall.fields import Agreed, is_from_user, problems
 from rolecall.machine import cores
@@ -50,18 +52,25 @@ class Settings(BaseSettings):
         description="number within the role; by default from a host name <role>-<n>, or assigned by rank 0",
     )
     rank: int | None = Field(
-        None, ge=0, le=9999, description="torch's own variable, if ROLE is not set: 0 is the first role"
+        None,
+        ge=0,
+        le=9999,
+        description="torch's own variable, if ROLE is not set: 0 is the first role; by default srun's number",
     )
-    world_size: int | None = Field(None, ge=1, le=10000, description="torch's own variable, checked against the counts")
+    world_size: int | None = Field(
+        None, ge=1, le=10000, description="torch's own variable, checked against the counts; by default srun's"
+    )
     master_addr: str = Field(
-        "127.0.0.1", min_length=1, description="rank 0's address; a name is resolved at each connection"
+        "127.0.0.1",
+        min_length=1,
+        description="rank 0's address; a name is resolved at each connection; by default under srun its first node",
     )
     port: int = Field(
         29400,
         ge=1,
         le=65534,
         description="this rank's port for everything between ranks; with TLS=off rank 0's "
-        "own, which uses the next one too, and RPC listens on any port",
+        "own, which uses the next one too, and RPC listens on any port; under srun and torchrun each has another",
     )
     master_port: int | None = Field(None, ge=1, le=65534, description="rank 0's PORT, if it differs from this rank's")
     metrics_port: Port = Field(8000, description="this rank's port for /metrics, probes and, at rank 0, the page")
@@ -258,11 +267,44 @@ def load(cls: type[S], **overrides: Any) -> S:
     Raises UsageError, whose text names every wrong variable with its value and what is expected.
     """
     try:
-        return cls(**overrides)
+        return cls(**{**_placed(), **overrides})
     except ValidationError as error:
         raise UsageError("wrong settings: " + "; ".join(problems(cls, error))) from None
     except SettingsError as error:  # a list or a table that is not JSON
         raise UsageError(f"wrong settings: {error}; give it as JSON") from None
+
+
+def _placed() -> dict[str, Any]:
+    """The settings, by field, that follow from where srun or torchrun has started this process; not those that are
+    set."""
+    place = placement.find(os.environ)
+    if place is None:
+        return {}
+    given = {name for name, value in os.environ.items() if value} - place.variables
+    values = {"master_addr": place.address, "port": place.port, "metrics_port": place.metrics_port}
+    values["master_port"] = None if "PORT" in given else place.rank0_port
+    if not given & {"ROLE", "RANK"}:
+        values |= {"rank": place.number, "world_size": place.size}
+    return {name: value for name, value in values.items() if name.upper() not in given}
+
+
+def size_variable() -> str:
+    """The variable that the setting `world_size` is taken from."""
+    place = placement.find(os.environ)
+    return place.size_variable if place and "world_size" in _placed() else "WORLD_SIZE"
+
+
+def port_advice(variable: str) -> str:
+    """What to do if nothing can listen on the port that `variable` names."""
+    place = placement.find(os.environ)
+    if place is None or variable.lower() not in _placed():
+        return "choose another"
+    return f"it follows from {place.seed_variable}: {place.advice}"
+
+
+def outside_step() -> str:
+    """The number of the Slurm job of this process, if srun has not started it; empty otherwise."""
+    return placement.outside_step(os.environ)
 
 
 def misspelt(settings: Iterable[str], environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:

@@ -52,7 +52,7 @@ def other_people() -> list[str]:
 def name_process(job: str, role: str, ordinal: int | None, part: str) -> None:
     """Sets this process's title, such as `rolecall: rl observer 1 worker`."""
     words = (job, role, "" if ordinal is None else str(ordinal), part)
-    setproctitle.setproctitle(TITLE + " ".join(word for word in words if word))
+    _set_title(TITLE + " ".join(word for word in words if word))
 
 
 def name_part(part: str) -> None:
@@ -61,7 +61,14 @@ def name_part(part: str) -> None:
     if not title.startswith(TITLE):
         with contextlib.suppress(psutil.Error):
             title = _title(psutil.Process(os.getppid()))
-    setproctitle.setproctitle(f"{title.rpartition(' ')[0]} {part}" if title.startswith(TITLE) else TITLE + part)
+    _set_title(f"{title.rpartition(' ')[0]} {part}" if title.startswith(TITLE) else TITLE + part)
+
+
+def _set_title(title: str) -> None:
+    setproctitle.setproctitle(title)
+    # the title's beginning is the name in /proc/PID/stat too, and Slurm's proctrack/linuxproc, which reads words there,
+    # neither signals nor kills a process with a blank in its name
+    setproctitle.setthreadtitle(TITLE.rstrip(": "))
 
 
 def part_of(process: psutil.Process) -> str:

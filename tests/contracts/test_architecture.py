@@ -23,6 +23,7 @@ ROOMS = (
     "fields",
     "secret",
     "machine",
+    "placement",
     "config",
     "telemetry",
     "record",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rolecall import telemetry
+from rolecall import placement, telemetry
 from rolecall.__main__ import COMMANDS, argument_parser
 from rolecall.config import Settings
 from rolecall.declare import registry
@@ -36,6 +36,7 @@ OTHERS = (
     | {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"}
     | {"MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_MODE", "WANDB_PROJECT", "WANDB_DIR", "WANDB_API_KEY"}
     | set(adopt.variables(Settings(), 0, 1, 1))
+    | placement.SRUN
     | {name for file in FILES_OF_COMPOSE for name in re.findall(r"\$\{([A-Z_]+):-", file.read_text())}
     | set(re.findall(r"\bgiven-([A-Z_]+)", (ROOT / "Makefile").read_text()))
 )

@@ -239,9 +239,10 @@ def test_a_stopped_worker_is_given_up(kept: Cluster) -> None:
     until(lambda: kept.members() == 2, "both observers")
 
 
-def test_drain_on_sigterm_and_resume_loses_no_step(kept: Cluster) -> None:
-    for rank in kept.ranks.values():
-        rank.terminate()
+@pytest.mark.parametrize("part", ["supervisor", "rank"])  # a job manager such as Slurm signals all processes
+def test_drain_on_sigterm_and_resume_loses_no_step(kept: Cluster, part: str) -> None:
+    for process in [process for rank in kept.ranks.values() for process in rank.processes(part)]:
+        process.terminate()
     assert [rank.wait() for rank in kept.ranks.values()] == [0, 0, 0]
     newest = checkpoint.Checkpoints(kept.checkpoints, "rl").newest()
     assert newest is not None

@@ -156,6 +156,15 @@ def test_torchruns_variables_on_one_machine(settings: Settings, tmp_path: Path) 
     assert variables.items() <= config.child_environment().items()
 
 
+def test_torchruns_own_place_on_a_node_is_kept(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in adopt.variables(settings, 1, 3, 1):
+        monkeypatch.setenv(name, "")  # as it is restored after this test
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    adopt.adopt(settings, 2, 4)
+    assert [config.exported(name) for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")] == ["2", "1", "1"]
+
+
 def test_torchruns_variables_with_a_machine_for_each_rank(settings: Settings) -> None:
     variables = adopt.variables(settings.model_copy(update={"master_addr": "192.0.2.1"}), 1, 3, generation=1)
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")

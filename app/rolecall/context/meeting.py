@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rolecall import config
 from rolecall.config import Settings
 from rolecall.context.context import Context
 from rolecall.context.services import Met, Services
@@ -146,6 +147,6 @@ def _listen(acceptor: Acceptor, settings: Settings, first: bool) -> int:
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                 where = f"{settings.bind_addr or 'any address'} ({error.strerror})"
                 raise UsageError(
-                    f"PORT={settings.port}: cannot listen on the next port at {where}; choose another"
+                    f"PORT={settings.port}: cannot listen on the next port at {where}; {config.port_advice('PORT')}"
                 ) from error
         time.sleep(PORT_WAIT_SECONDS)  # a port has no event for becoming free

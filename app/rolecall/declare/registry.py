@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from rolecall.errors import UsageError
 from rolecall.gang.protocol import RoleSpec
 
 JOBS = ("rl", "ps", "rnn", "hybrid", "script")
+SCRIPT = "script"  # the job that runs a program without one
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,17 @@ def absolute(target: str) -> str:
     return f"{Path(place).absolute()}" + (f":{name}" if name else "") if loader.is_file(place) else target
 
 
+def program(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The job that a command line names, and its flags. A program without a job, which is given --ranks or arguments of
+    its own, is one of the job `script`."""
+    flags, arguments = list(words), list[str]()
+    if "--" in flags:
+        flags, arguments = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
+    if target in JOBS or not (arguments or any(word.partition("=")[0] == "--ranks" for word in flags)):
+        return target, words
+    return SCRIPT, [*flags, f"--script={absolute(target)}", f"--script-args={shlex.join(arguments)}"]
+
+
 def load(target: str = "", **overrides: Any) -> tuple[Job, Settings]:
     """The job that `target`, or else JOB, names, and its settings; `overrides`, by field, win over the environment.
 
@@ -149,20 +162,22 @@ def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
 
 
 def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identity:
-    """The rank of this process, from ROLE and ORDINAL, the host name, or torch's RANK.
+    """The rank of this process, from ROLE and ORDINAL, the host name, or RANK, which srun and torchrun say too.
 
     A host name gives an ordinal if it is exactly <role>-<n> or ends in -<role>-<n>, as a StatefulSet's pods do, and
     a rank if it so ends in rank-<n>. Without any of them, and beyond the counts, the gang assigns role and ordinal.
     Raises UsageError if the role is unknown, or RANK or the ordinal is out of range.
     """
-    total = sum(role.count for role in roles)
-    if settings.world_size is not None and settings.world_size != total and not settings.role:
+    total, most = sum(role.count for role in roles), sum(role.maximum for role in roles)
+    size = settings.world_size
+    if size is not None and not total <= size <= most and not settings.role:
         spelled = " + ".join(f"{role.count} {role.name}" for role in roles)
-        raise UsageError(f"WORLD_SIZE={settings.world_size}: the counts make {total} ({spelled})")
+        room = f", at most {most}" if most > total else ""
+        raise UsageError(f"{config.size_variable()}={size}: the counts make {total} ({spelled}){room}")
     if not settings.role:
-        fixed = settings.world_size is not None or not any(role.maximum > role.count for role in roles)
-        if settings.rank is not None and settings.rank >= total and fixed:
-            raise UsageError(f"RANK={settings.rank}: the job has ranks 0 to {total - 1}")
+        limit = most if size is None else size
+        if settings.rank is not None and settings.rank >= limit:
+            raise UsageError(f"RANK={settings.rank}: the job has ranks 0 to {limit - 1}")
         rank = _number_in(host, "rank") if settings.rank is None else settings.rank
         if rank is None and settings.ordinal is not None:
             raise UsageError(f"ORDINAL={settings.ordinal}: of which ROLE? ({', '.join(role.name for role in roles)})")

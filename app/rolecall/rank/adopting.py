@@ -3,7 +3,7 @@
 - adopt the processes that workers started, so that the supervisor finds them after a worker's end,
 - kill all of them at its own end,
 - read the job's source for all workers,
-- have a title, and ignore Ctrl-C, also while it imports.
+- have a title, and ignore Ctrl-C and SIGTERM, also while it imports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rolecall.declare import sources
 from rolecall.rank import descendants
 
 _fork_server = os.getpid()
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the supervisor ends this process
+for _number in (signal.SIGINT, signal.SIGTERM):  # a terminal and a job manager signal all processes of a rank
+    signal.signal(_number, signal.SIG_IGN)  # the supervisor ends this one
 machine.name_part("fork-server")
 
 

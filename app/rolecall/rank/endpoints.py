@@ -15,6 +15,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from rolecall import config
 from rolecall.config import Settings
 from rolecall.errors import UsageError
 from rolecall.rank.port import Port
@@ -154,4 +155,4 @@ def _unusable(host: str, port: int, variable: str) -> Iterator[None]:
         # asyncio's own text is long; a name's resolution has an errno of another kind
         problem = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         where = f"at {host or 'any address'} ({problem})"
-        raise UsageError(f"{variable}={port}: cannot listen on it {where}; choose another") from error
+        raise UsageError(f"{variable}={port}: cannot listen on it {where}; {config.port_advice(variable)}") from error

@@ -36,6 +36,8 @@ from rolecall.rank.worker_manager import WorkerManager
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.handle import Handle
 
+SAME_SIGNAL_SECONDS = 1.0  # within which signals are one
+
 
 class Supervisor:
     """One rank's supervisor. `run` returns the process's exit code."""
@@ -71,7 +73,7 @@ class Supervisor:
         self.log = telemetry.log()
         self._changed = asyncio.Event()  # there is something new to report
         self._directed, self._done = asyncio.Event(), asyncio.Event()
-        self._signalled = asyncio.Event()
+        self._signalled, self._signal_at = asyncio.Event(), float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
         self._detaching: asyncio.Task[None] | None = None  # the worker, which stays, while rank 0 is silent
         self._scrapes = endpoints.Scrapes()
@@ -97,8 +99,12 @@ class Supervisor:
                 scrapes=self._scrapes,
                 routes=[*self._signed_queries.routes(), *self._site.routes()],
             )
+            if self.is_rank0 and not self.run_pid:  # `rolecall run` says it itself
+                self.log.info(
+                    "this run as a page", url=f"http://{self.settings.master_addr}:{self.settings.metrics_port}/"
+                )
             for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
+                asyncio.get_running_loop().add_signal_handler(number, self._take_signal, signal.Signals(number).name)
             self.workers.prepare()
             self._tasks = {asyncio.create_task(self._disk_watch.check_forever())}
             if self.is_rank0:
@@ -268,6 +274,13 @@ class Supervisor:
             self._done.set()
 
     # ---- the end
+
+    def _take_signal(self, name: str) -> None:
+        """Leaves. A job manager may signal all processes of the rank, of which the guard passes its signal on: two in
+        quick succession are one."""
+        if (now := time.monotonic()) - self._signal_at >= SAME_SIGNAL_SECONDS:
+            self._signal_at = now
+            self._leave(name)
 
     def _leave(self, name: str) -> None:
         self._signalled.set()

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, cast
 
 import numpy as np
@@ -50,6 +51,9 @@ _lock: FileLock | None = None
 def main(task: Task, connection: Connection) -> None:
     """The process's entry point: runs `task`, sends the result over `connection`, and exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
+    # and SIGTERM, which a job manager sends to all processes of a rank; processes that this one starts obey it
+    signal.signal(signal.SIGTERM, _leave_to_supervisor)
+    os.register_at_fork(after_in_child=_obey_sigterm)
     settings, attachment = task.settings, task.attachment
     machine.name_process(registry.name_of(task.job), task.role, task.ordinal, "check" if task.check else "worker")
     os.register_at_fork(after_in_child=functools.partial(machine.name_part, "helper"))
@@ -69,6 +73,16 @@ def main(task: Task, connection: Connection) -> None:
     except (Exception, SystemExit) as error:
         pipe.fail(error)
     pipe.end(result)
+
+
+def _leave_to_supervisor(number: int, frame: FrameType | None) -> None:
+    """Does nothing."""
+
+
+def _obey_sigterm() -> None:
+    """Restores the default action, unless the user's code has set a handler of its own."""
+    if signal.getsignal(signal.SIGTERM) is _leave_to_supervisor:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _log_as(task: Task, generation: int | None) -> None:

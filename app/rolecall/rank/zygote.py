@@ -196,6 +196,7 @@ class Command:
         gc.freeze()  # a collection would copy every page that is shared with the zygote
         os.setsid()  # a process group that lost its leader and has a suspended member gets SIGHUP
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for source, number in ((self.stdout, 1), (self.stderr, 2)):
             fd = source.detach()  # type: ignore[attr-defined]
             os.dup2(fd, number)

@@ -14,6 +14,8 @@ from rolecall.rank import fork_server
 
 os.setsid()  # a terminal sends Ctrl-C to all processes of its session
 signal.signal(signal.SIGINT, signal.SIG_IGN)
+# a job manager sends it to all processes, and `rolecall run` ends this one
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 machine.name_part("zygote")
 fork_server.prepare_imports()

@@ -28,6 +28,7 @@ from rolecall.torch_rpc.store import opener as store_opener
 
 SCHEMES = ("env", "tcp", "file")
 INHERITED = "rolecall"
+LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _purpose = ContextVar("purpose", default="group")  # of a rendezvous: a process group's, or RPC's
 
 
@@ -36,7 +37,11 @@ def adopt(settings: Settings, rank: int, world_size: int, generation: int = 0, s
     that of this process, and of those that it starts with multiprocessing. Without a store, whatever meets raises
     RuntimeError: the program is only loaded.
     """
-    config.export(**variables(settings, rank, world_size, generation))
+    values = variables(settings, rank, world_size, generation)
+    # torchrun itself has started this rank, and knows its place on the node
+    if config.exported("TORCHELASTIC_RUN_ID") and not config.exported("ROLECALL_GENERATION"):
+        values = {name: value for name, value in values.items() if name not in LOCAL}
+    config.export(**values)
     meet = Rendezvous(store_opener(store, generation) if store is not None else None, rank, world_size)
     _install(meet)
     # multiprocessing passes what is there on to each process that this one starts, and those to theirs

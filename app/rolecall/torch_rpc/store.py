@@ -109,7 +109,7 @@ def _listen(settings: Settings) -> socket.socket:
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                 where = f"{settings.bind_addr or 'any address'} ({error.strerror})"
                 raise UsageError(
-                    f"PORT={settings.port}: cannot listen on the next port at {where}; choose another"
+                    f"PORT={settings.port}: cannot listen on the next port at {where}; {config.port_advice('PORT')}"
                 ) from error
             time.sleep(0.1)  # a port has no event for becoming free
 

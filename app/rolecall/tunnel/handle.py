@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rolecall import machine, telemetry
+from rolecall import config, machine, telemetry
 from rolecall.config import Settings
 from rolecall.errors import UsageError
 from rolecall.tunnel import places
@@ -138,7 +138,8 @@ def _listen(settings: Settings) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                 place = f"{where or 'any address'} ({error.strerror})"
-                raise UsageError(f"PORT={settings.port}: cannot listen on it at {place}; choose another") from error
+                advice = config.port_advice("PORT")
+                raise UsageError(f"PORT={settings.port}: cannot listen on it at {place}; {advice}") from error
         time.sleep(0.05)  # a port has no event for becoming free
 
 

@@ -5,6 +5,7 @@ The ranks exchange their states in the store of the generation.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -34,6 +35,9 @@ class Ending:
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._stopped = False  # SIGTERM was sent to the program
+        self._no_handler = signal.getsignal(signal.SIGTERM)  # the worker's, which does nothing
+        self._signals, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # receives the number of each signal
         self._over = threading.Event()
         self._store, waiting = (PrefixStore("ending", context.torch.store().clone()) for _ in range(2))
         threading.Thread(target=self._obey_drain, args=(waiting,), name="drain", daemon=True).start()
@@ -43,7 +47,8 @@ class Ending:
         with self._lock:
             if self._over.is_set():
                 return False
-            self._store.set(f"ended-{self._rank}", STOPPED if self._stopped else RETURNED)
+            stopped = self._stopped or self._was_signalled()
+            self._store.set(f"ended-{self._rank}", STOPPED if stopped else RETURNED)
             self._over.set()
             return True
 
@@ -81,13 +86,22 @@ class Ending:
                 return
             self._stopped = True
         self._context.logger.info("SIGTERM sent to the program")
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        if self._has_handler():
             os.kill(os.getpid(), signal.SIGTERM)
             seconds = SIGTERM_SHARE * self._context.settings.drain_timeout
             if not self._over.wait(seconds):
                 self._context.logger.warning("the program did not end after SIGTERM", seconds=seconds)
         if self.end() and self._rank == 0:
             self._context.conclude(self.summary())
+
+    def _has_handler(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, self._no_handler)
+
+    def _was_signalled(self) -> bool:
+        """Whether the program has handled a SIGTERM from a job manager, which signals all processes of a rank."""
+        with contextlib.suppress(BlockingIOError):
+            return signal.SIGTERM in os.read(self._signals, 4096) and self._has_handler()
+        return False
 
 
 def _wait(store: Store, keys: list[str]) -> None:

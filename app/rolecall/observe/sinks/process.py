@@ -97,7 +97,8 @@ def _follow(parent: int) -> None:
 
 def main(name: str) -> None:
     """The process's entry point."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the supervisor handles them
     os.nice(NICE)
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     errors = os.fdopen(os.dup(1), "w")

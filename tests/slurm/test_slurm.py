@@ -1,0 +1,170 @@
+"""Jobs on a real Slurm: what `rolecall launch slurm` submits, to its end, and what becomes of it if it is hurt.
+
+The jobs run side by side: most of the time they start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall import config
+from rolecall.declare import describe
+from rolecall.launch import slurm as launch
+from rolecall.placement import hosts
+from tests.slurm.cluster import Slurm
+
+PROGRAM = Path(__file__).with_name("gated.py")
+QUICK = {"CHECKPOINT_INTERVAL": "0.5", "LEASE_SECONDS": "3", "THREADS": "1", "SINKS": "none"}
+DEADLINE = 120.0  # of a job, on a busy machine; a fail-safe
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+class Submitted:
+    """A job of two ranks that `rolecall launch slurm` has submitted, or the `number` of one."""
+
+    def __init__(self, slurm: Slurm, name: str, *options: str) -> None:
+        self.slurm, self.name, self.folder = slurm, name, slurm.folder / name
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            assert launch.run(["slurm", str(PROGRAM), f"--checkpoint-dir={self.folder}", *options]) == 0
+        self.number = re.findall(r"submitted job (\d+);", output.getvalue())[0]
+
+    @property
+    def steps(self) -> int:
+        file = self.folder / "progress"
+        return int(file.read_text() or 0) if file.exists() else 0
+
+    @property
+    def output(self) -> str:
+        file = Path(f"slurm-{self.number}.out")
+        return file.read_text() if file.exists() else ""
+
+    def is_(self, **expected: str) -> dict[str, str]:
+        """Waits until Slurm says so of the job."""
+        self.slurm.until(
+            lambda: expected.items() <= self.slurm.job(self.number).items(), f"{self.name}: {expected}", DEADLINE
+        )
+        return self.slurm.job(self.number)
+
+    def trains(self, more: int = 5) -> int:
+        """Waits for `more` steps. Returns their number."""
+        before = self.steps
+        self.slurm.until(lambda: self.steps >= before + more, f"{self.name} trains", DEADLINE)
+        return self.steps
+
+    def finishes(self) -> dict[str, Any]:
+        """Lets the job finish. Returns its result."""
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "gate").touch()
+        shown = self.slurm.waits_for(self.number, *ENDS, timeout=DEADLINE)
+        assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), self.output
+        return dict(json.loads((self.folder / "summary.json").read_text())["result"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment(slurm: Slurm) -> Iterator[None]:
+    """This process is a user's, and knows the job: otherwise each rank would import torch in one more process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(slurm.folder)
+        for name, value in {**slurm.environment, **QUICK}.items():
+            patch.setenv(name, value)
+        description = describe.describe(str(PROGRAM))
+        patch.setattr(describe, "ask", describe.describe)
+        patch.setenv(config.DESCRIPTION, description.to_json())
+        yield
+
+
+@pytest.fixture(scope="module")
+def limited(slurm: Slurm) -> Submitted:
+    """A job that comes to its time limit."""
+    return Submitted(slurm, "limited", "--nodes=2", "--sbatch=--nodelist=node[1-2] --time=10")
+
+
+@pytest.fixture(scope="module")
+def hurt(slurm: Slurm) -> Submitted:
+    """A job that loses a node."""
+    return Submitted(slurm, "hurt", "--nodes=2", "--sbatch=--exclude=node[1-2]")
+
+
+def test_two_jobs_at_once_finish_on_one_node(slurm: Slurm, limited: Submitted, hurt: Submitted) -> None:
+    jobs = [Submitted(slurm, name, "--sbatch=--nodelist=node5") for name in ("one", "two")]
+    for job in jobs:
+        assert [node for _, node, _ in job.finishes()["places"]] == ["node5", "node5"]
+        assert (job.folder / "job-token").stat().st_mode & 0o777 == 0o600
+        assert re.search(r"this run as a page .*url=http://node5:\d{5}/", job.output)
+    assert len({(job.folder / "job-token").read_text() for job in jobs}) == 2
+
+
+def test_a_lost_node_restarts_the_job_which_resumes(slurm: Slurm, hurt: Submitted) -> None:
+    assert slurm.job(hurt.number)["NodeList"] == "node[3-4]"
+    before = hurt.trains()
+    slurm.kill_node("node4")
+    hurt.is_(Restarts="1", JobState="RUNNING")
+    hurt.trains()
+    result = hurt.finishes()
+    assert result["starts"] == 2
+    assert result["steps"] > before - 20  # those of the last checkpoint's interval are made again
+    assert [node for _, node, _ in result["places"]] == ["node3", "node5"]
+
+
+def test_at_its_time_limit_a_job_saves_and_is_started_again(slurm: Slurm, limited: Submitted) -> None:
+    steps = limited.trains()
+    hours, minutes, seconds = map(int, slurm.job(limited.number)["RunTime"].split(":"))
+    limit = hours * 60 + minutes + (1 if seconds < 40 else 2)  # minutes, so that there is at least a third of one left
+    slurm.query("scontrol", "update", f"JobId={limited.number}", f"TimeLimit={limit}")
+    limited.is_(Restarts="1")
+    slurm.query("scontrol", "update", f"JobId={limited.number}", "TimeLimit=10")
+    assert "signal=SIGTERM" in limited.output
+    saved = limited.steps
+    assert saved > steps
+    limited.is_(JobState="RUNNING")
+    limited.trains()
+    assert f"step={saved}" in limited.output.split("resumed")[1]
+
+
+def test_a_cancelled_job_has_saved_and_left_nothing(slurm: Slurm, limited: Submitted) -> None:
+    limited.trains()
+    slurm.query("scancel", limited.number)
+    limited.is_(JobState="CANCELLED")
+    slurm.until(lambda: not slurm.query("squeue", "-h", "-j", limited.number), "its end")
+    assert not slurm.processes("node1", "rolecall")
+    steps = limited.steps
+    limited.number = slurm.query("sbatch", "--parsable", str(limited.folder / "job.sh"))
+    result = limited.finishes()
+    assert (result["starts"], result["steps"]) == (3, steps + 1)
+
+
+def test_roles_of_a_heterogeneous_job_have_their_own_resources(slurm: Slurm) -> None:
+    roles = ["--role=lead=--nodelist=node3", "--role=worker=--nodelist=node1 --cpus-per-task=2"]
+    result = Submitted(slurm, "heterogeneous", *roles).finishes()
+    assert result["places"] == [["0", "node3", "1"], ["1", "node1", "2"]]
+
+
+def test_bad_input_is_one_line(slurm: Slurm) -> None:
+    rank, token = ["rolecall", "rank"], {"JOB_TOKEN": "x" * 16}
+    few = slurm.run("srun", "--ntasks=2", *rank, JOB="rl", **token)
+    assert few.returncode == 2
+    assert "rolecall: SLURM_NTASKS=2: the counts make 3 (1 agent + 2 observer), at most 65" in few.stderr
+    (slurm.folder / "order").write_text("node2\nnode1\n")
+    arbitrary = ["--ntasks=2", "--nodes=2", "--distribution=arbitrary", "--nodelist=./order"]
+    moved = slurm.run("srun", "--kill-on-bad-exit=1", *arbitrary, *rank, JOB="rnn", **token)
+    assert "rolecall: SLURM_PROCID=0 runs on node2, and the others look for it on node1" in moved.stderr
+    (slurm.folder / "plain.sh").write_text(f"#!/bin/bash\n{' '.join(rank)}\n")
+    slurm.run("sbatch", "--wait", "--output=plain.out", "plain.sh", JOB="rl", **token)
+    assert "rolecall: SLURM_JOB_ID=" in (slurm.folder / "plain.out").read_text()
+    refused = slurm.run("rolecall", "launch", "slurm", "rl", "--sbatch=--partition=none")
+    assert refused.returncode == 2
+    assert re.search(r"^rolecall: sbatch \S+job\.sh: .*invalid partition", refused.stderr)
+
+
+@pytest.mark.parametrize("text", ["a", "n[1-3,7]", "a[08-11,100],b", "rack[0-1]node[1-2]", "gpu-[001-003],cpu[1,5],x"])
+def test_node_lists_are_read_as_slurm_reads_them(slurm: Slurm, text: str) -> None:
+    assert [*hosts(text)] == slurm.query("scontrol", "show", "hostnames", text).split()

@@ -18,7 +18,7 @@ try:
 
     from rolecall import config, fields, machine, manifests, new, secret, telemetry
     from rolecall.config import Settings
-    from rolecall.declare import describe, loader, registry, sources
+    from rolecall.declare import describe, flags, loader, registry, sources
     from rolecall.errors import CRASHED, USAGE, RankError, UsageError
 except KeyboardInterrupt:  # they take a moment
     raise SystemExit(130) from None
@@ -132,7 +132,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "run",
         help="run every rank of a job as a process on this machine",
         description=RUN.format(jobs=jobs),
-        usage="rolecall run JOB [--plain] [--SETTING VALUE]...",
+        usage="rolecall run JOB [--plain] [--hosts HOST,...] [--SETTING VALUE]...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("job", metavar="JOB", help=TARGET)
@@ -231,13 +231,20 @@ def _run(target: str, words: Sequence[str]) -> int:
     from rolecall.rank.zygote import Zygote
 
     secret.forbid_core_dumps()
-    target, flags = _script(target, words)
+    before, after = _split(words)
+    options, before = flags.take_host_options(before)
+    target, words = _script(target, [*before, *after])
     registry.require_target(target)
+    if options.hosts and not {"-h", "--help"} & set(before):
+        from rolecall.launch import hosts, local
+
+        with sources.passed_on(registry.sources_of(target)):
+            return local.run_on_hosts(target, words, hosts.placement(options))
     # the zygote imports torch while this process imports the rest
     with sources.passed_on(registry.sources_of(target)), Zygote(target) as zygote:
         from rolecall.launch import local
 
-        job = describe.ask(target, flags, zygote.call)
+        job = describe.ask(target, words, zygote.call)
         with sources.passed_on(registry.sources_of(job.settings["script"]) if target == SCRIPT else {}):
             return local.run(job, zygote)
 
@@ -245,13 +252,20 @@ def _run(target: str, words: Sequence[str]) -> int:
 def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """The job and its flags. A program without a job, which is given --ranks or arguments of its own, is one of the job
     `script`."""
-    flags, arguments = list(words), list[str]()
-    if "--" in flags:
-        flags, arguments = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
-    if target in registry.JOBS or not (arguments or any(word.partition("=")[0] == "--ranks" for word in flags)):
+    given, arguments = _split(words)
+    if target in registry.JOBS or not (arguments[1:] or any(word.partition("=")[0] == "--ranks" for word in given)):
         return target, words
-    given = [f"--script={registry.absolute(target)}", f"--script-args={shlex.join(arguments)}"]
-    return SCRIPT, [*flags, *given]
+    return SCRIPT, [
+        *given,
+        f"--script={registry.absolute(target)}",
+        f"--script-args={shlex.join(arguments[1:])}",
+    ]
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What comes before the first `--`, and what begins with it."""
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end]], [*words[end:]]
 
 
 def _resume(arguments: argparse.Namespace) -> int:

@@ -145,7 +145,7 @@ def test_a_run_on_four_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None
 
 
 def test_a_cut_host_ends_its_ranks_and_gets_them_again(hosts: SshHosts, start: Callable[..., Run]) -> None:
-    run = start(JOB, "--workers", "3", "--hosts", "a,b,c,d")
+    run = start(JOB, "--workers", "2", "--hosts", "a,b,c")
     run.until(lambda: run.step() > 10)
     hosts.network.cut("c")
     try:

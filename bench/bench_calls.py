@@ -33,7 +33,7 @@ from bench.calls_job import Calls
 from bench.calls_work import FIGURES
 from bench.display import Display
 from bench.peers import process
-from rolecall.launch.local import free_ports
+from rolecall.launch.here import free_ports
 from tests.chaos.network import NetworkError
 
 DEADLINE = 180.0  # seconds of one program

@@ -20,7 +20,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare.describe import Description
 from rolecall.gang.protocol import RoleSpec
-from rolecall.launch.local import free_ports
+from rolecall.launch.here import free_ports
 from rolecall.rank.coordinator import Coordinator
 
 FIRST = "first"

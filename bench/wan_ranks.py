@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.link.network import Links, traffic
 from rolecall.fields import variables
 from rolecall.jobs.ps import PsSettings
-from rolecall.launch.local import free_ports
+from rolecall.launch.here import free_ports
 from rolecall.rank.zygote import Zygote
 from tests.integration.cluster import Rank
 

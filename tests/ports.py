@@ -7,13 +7,13 @@ import os
 from collections import deque
 
 from rolecall.errors import UsageError
-from rolecall.launch import local
+from rolecall.launch import here
 
 WORKERS = 8  # of pytest, at most
 # A port is not listened on all the time that it is somebody's: so each test process has its own share, of pairs, since
 # rank 0 with TLS=off takes the next port too.
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % WORKERS
-_share = deque(local.PORTS[2 * _worker :: 2 * WORKERS])
+_share = deque(here.PORTS[2 * _worker :: 2 * WORKERS])
 
 
 def free_ports(count: int) -> list[int]:
@@ -23,7 +23,7 @@ def free_ports(count: int) -> list[int]:
         port = _share[0]
         _share.rotate(-1)
         with contextlib.suppress(UsageError):
-            local.free_ports(2, [port, port + 1])
+            here.free_ports(2, [port, port + 1])
             found.append(port)
         if len(found) == count:
             return found

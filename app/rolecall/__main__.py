@@ -17,7 +17,7 @@ try:
 
     from rolecall import config, fields, machine, manifests, new, secret, telemetry
     from rolecall.config import Settings
-    from rolecall.declare import describe, loader, registry, sources
+    from rolecall.declare import describe, flags, loader, registry, sources
     from rolecall.errors import CRASHED, USAGE, RankError, UsageError
 except KeyboardInterrupt:  # they take a moment
     raise SystemExit(130) from None
@@ -131,7 +131,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "run",
         help="run every rank of a job as a process on this machine",
         description=RUN.format(jobs=jobs),
-        usage="rolecall run JOB [--plain] [--SETTING VALUE]...",
+        usage="rolecall run JOB [--plain] [--hosts HOST,...] [--SETTING VALUE]...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("job", metavar="JOB", help=TARGET)
@@ -234,15 +234,28 @@ def _run(target: str, words: Sequence[str]) -> int:
     from rolecall.rank.zygote import Zygote
 
     secret.forbid_core_dumps()
-    target, flags = registry.program(target, words)
+    given, values = _split(words)
+    options, given = flags.take_host_options(given)
+    target, words = registry.program(target, [*given, *values])
     registry.require_target(target)
+    if options.hosts and not {"-h", "--help"} & set(given):
+        from rolecall.launch import hosts, local
+
+        with sources.passed_on(registry.sources_of(target)):
+            return local.run_on_hosts(target, words, hosts.placement(options))
     # the zygote imports torch while this process imports the rest
     with sources.passed_on(registry.sources_of(target)), Zygote(target) as zygote:
         from rolecall.launch import local
 
-        job = describe.ask(target, flags, zygote.call)
+        job = describe.ask(target, words, zygote.call)
         with sources.passed_on(registry.sources_of(job.settings["script"]) if target == registry.SCRIPT else {}):
             return local.run(job, zygote)
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What comes before the first `--`, and what begins with it."""
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end]], [*words[end:]]
 
 
 def _resume(arguments: argparse.Namespace) -> int:

@@ -361,6 +361,11 @@ def exported(name: str) -> str:
     return os.environ.get(name, "")
 
 
+def given(names: Iterable[str]) -> dict[str, str]:
+    """Those of the variables `names` that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def export_default(**names: str) -> None:
     """Sets variables that are not set yet."""
     export(**{name: value for name, value in names.items() if name not in os.environ})

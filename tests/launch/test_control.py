@@ -48,9 +48,12 @@ class Run:
         self.scaled.append((role, count))
         return "starting observer 2"
 
+    def kill(self, role: str, ordinal: int) -> str:
+        return f"killed {role} {ordinal}"
+
     def command(self, name: str, *words: str) -> int:
         async def serve() -> int:
-            served = Control(self.folder / "control", lambda: [self.rank], self.scale)
+            served = Control(self.folder / "control", lambda: [self.rank], self.scale, self.kill)
             async with await served.start():
                 return await asyncio.to_thread(__main__.main, [name, str(self.folder), *words])
 
@@ -77,6 +80,18 @@ def test_the_parts_of_a_rank_are_listed_and_killed(
         assert process.poll() is None
         assert run.command("kill", "observer_1") == 0
         assert process.wait(30) == -9
+
+
+def test_a_rank_on_a_host_is_killed_by_the_run_and_no_process_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, ListedRank("observer", 1, os.getpid(), "up", "b"))
+    assert run.command("ps") == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["observer_1", "supervisor", f"b:{os.getpid()}", "up"]
+    assert run.command("kill", "observer_1", "--part", "worker") == USAGE
+    assert "--part" in capsys.readouterr().err
+    assert run.command("kill", "observer_1") == 0
+    assert capsys.readouterr().out == "rolecall: killed observer 1\n"
 
 
 def test_what_another_user_lists_is_not_killed(

@@ -17,7 +17,7 @@ import pytest
 from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.errors import FAILED, UNSAVED, UsageError
-from rolecall.launch import local, rank_process
+from rolecall.launch import here, local
 from rolecall.launch.local import LocalRun
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
 from rolecall.record import rundir
@@ -31,7 +31,7 @@ ENDS = (
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LocalRun:
     """A run of `rl` with two observers, whose ranks end with SIGTERM."""
-    monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", ENDS])
+    monkeypatch.setattr(here, "command", lambda: [sys.executable, "-S", "-c", ENDS])
     monkeypatch.setattr(local, "EXIT_SECONDS", 0.2)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -86,22 +86,22 @@ def test_ranks_are_added_and_dropped(run: LocalRun) -> None:
 
 def test_the_next_run_removes_the_folder_of_a_killed_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder, lock = local.temporary_folder()
+    folder, lock = here.temporary_folder()
     (folder / "token").touch()
-    local.remove_leftovers()
+    here.remove_leftovers()
     assert (folder / "token").exists()  # its run lives
     os.close(lock)
-    local.remove_leftovers()
+    here.remove_leftovers()
     assert not folder.exists()
 
 
 def test_a_refused_start_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", "raise SystemExit(2)"])
+    monkeypatch.setattr(here, "command", lambda: [sys.executable, "-S", "-c", "raise SystemExit(2)"])
     job = describe.describe("rl")
     assert asyncio.run(LocalRun(job, Settings(), live=False).run()) == 2
     with contextlib.suppress(UsageError):
-        monkeypatch.setattr(local, "free_ports", lambda *_: (_ for _ in ()).throw(UsageError("no ports")))
+        monkeypatch.setattr(here, "free_ports", lambda *_: (_ for _ in ()).throw(UsageError("no ports")))
         LocalRun(job, Settings(), live=False)
     assert not (tmp_path / "runs").exists()
 

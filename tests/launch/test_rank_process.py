@@ -14,7 +14,7 @@ from typing import IO
 
 import pytest
 
-from rolecall.launch import output, rank_process
+from rolecall.launch import here, output
 from rolecall.launch.output import CUT_NOTE, MAX_LINE_BYTES, TRACEBACK, Output, Splitter, Tracebacks, printable
 from rolecall.launch.rank_process import RankProcess
 
@@ -79,7 +79,7 @@ def test_a_traceback_is_shown_once_in_a_run() -> None:
 
 def run(monkeypatch: pytest.MonkeyPatch, log: Path, program: str) -> tuple[int, list[str]]:
     """The exit code of a rank that is `program`, and the lines that were shown."""
-    monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", "import os, sys\n" + program])
+    monkeypatch.setattr(here, "command", lambda: [sys.executable, "-S", "-c", "import os, sys\n" + program])
     lines: list[str] = []
     rank = RankProcess("rank", 0, dict(os.environ), log, lines.append)
     return asyncio.run(asyncio.wait_for(rank.supervise(), DEADLINE)), lines
@@ -104,7 +104,7 @@ def test_a_full_disk_does_not_stop_a_rank(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_end_of_a_rank_is_seen_while_others_hold_its_output(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(rank_process, "LAST_OUTPUT_SECONDS", 0.1)
+    monkeypatch.setattr(here, "LAST_OUTPUT_SECONDS", 0.1)
     program = "import time\npid = os.fork()\nif pid == 0: time.sleep(60)\nprint(pid, flush=True)\nos._exit(0)"
     code, lines = run(monkeypatch, tmp_path / "log", program)
     os.kill(int(lines[0]), signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_a_crash_is_reported_before_the_next_start(monkeypatch: pytest.MonkeyPat
         happened.append(f"{role} {ordinal} reported")
         again.touch()
 
-    monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", program])
+    monkeypatch.setattr(here, "command", lambda: [sys.executable, "-S", "-c", program])
     rank = RankProcess("worker", 0, dict(os.environ), tmp_path / "log", happened.append, crashed=crashed)
     assert asyncio.run(asyncio.wait_for(rank.supervise(), DEADLINE)) == 0
     assert happened == ["started", "worker 0 crashed (exit code 1), restarting it", "worker 0 reported", "started"]

@@ -44,6 +44,39 @@ class Flags:
     plain: bool
 
 
+@dataclass(frozen=True)
+class HostOptions:
+    """The options of `rolecall run` for hosts; without `hosts` all ranks run on this machine."""
+
+    hosts: str
+    roles: tuple[str, ...]
+    python: str
+
+
+def take_host_options(arguments: Sequence[str]) -> tuple[HostOptions, list[str]]:
+    """The options for hosts, and the other arguments. Raises UsageError."""
+    takes = argparse.ArgumentParser(prog="rolecall run", add_help=False, allow_abbrev=False)
+    _add_host_options(takes)
+    given, others = takes.parse_known_args(arguments)
+    options = HostOptions(given.hosts or "", tuple(given.role), given.python or "")
+    if not options.hosts and (options.roles or options.python):
+        raise UsageError(f"{'--role' if options.roles else '--python'}: needs --hosts HOST,HOST or --hosts FILE")
+    return options, others
+
+
+def _add_host_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ranks on other machines, by ssh")
+    group.add_argument("--hosts", metavar="HOST,...", help="where ranks run, in turn; or a file with a host a line")
+    group.add_argument(
+        "--role",
+        metavar="ROLE=HOST,...",
+        action="append",
+        default=[],
+        help="where the ranks of a role run; may be repeated",
+    )
+    group.add_argument("--python", metavar="PATH", help="the Python there; default: the path of the one here")
+
+
 def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
     """Parses `arguments`. Exits with code 2, or 0 after a request for help, as argparse does. Raises UsageError for a
     setting that no flag can give, and for an unknown flag."""
@@ -57,6 +90,8 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
         raise UsageError(f"{flag}: no such flag{meant}; `rolecall run {target} --help` lists them")
     given = vars(parsed)
     plain = bool(given.pop("plain"))
+    for name in ("hosts", "role", "python"):  # `take_host_options` has taken them
+        given.pop(name)
     for name, value in given.items():
         if not isinstance(value, str):
             raise UsageError(f"--{name.replace('_', '-')}: a list or a table has no flag; set {name.upper()}, as JSON")
@@ -69,9 +104,10 @@ def parser(job: Job, target: str) -> argparse.ArgumentParser:
         prog=f"rolecall run {target}",
         description=job.summary or None,
         allow_abbrev=False,
-        usage=f"rolecall run {target} [--plain] [--SETTING VALUE]...",
+        usage=f"rolecall run {target} [--plain] [--hosts HOST,...] [--SETTING VALUE]...",
     )
     parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
+    _add_host_options(parser)
     _add(parser, job, target)
     return parser
 

@@ -41,6 +41,11 @@ def take(file: Path) -> Sources:
     return sources
 
 
+def complete(sources: Sources, file: Path) -> bool:
+    """Whether `sources`, taken of `file`, has all that belongs to it."""
+    return {*sources} >= {str(path) for path in (file, *_beside(file.parent))}
+
+
 def _beside(folder: Path) -> Iterator[Path]:
     with contextlib.suppress(OSError):
         entries = sorted(folder.iterdir())

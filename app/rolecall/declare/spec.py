@@ -34,6 +34,8 @@ RESERVED = {
     "plain",
     "help",
     "ranks",
+    "hosts",
+    "python",
 }
 
 

@@ -27,6 +27,8 @@ def ps(words: Sequence[str]) -> int:
     rows = [("rank", "part", "pid", "state")]
     for rank in control.ranks(arguments.run):
         processes = [(part, str(process.pid), _state(process)) for part, process in _parts(rank)]
+        if rank.host and rank.pid:
+            processes = [(SUPERVISOR, f"{rank.host}:{rank.pid}", "")]
         for part, pid, state in processes or [("-", "-", "")]:
             states = [rank.state if part in (SUPERVISOR, "-") else "", state]
             rows.append((rank.name, part, pid, ", ".join(filter(None, states))))
@@ -50,6 +52,11 @@ def kill(words: Sequence[str]) -> int:
     rank = ranks.get(re.sub(r"[ -](?=\d+$)", "_", arguments.rank))
     if rank is None:
         raise UsageError(f"RANK {arguments.rank!r}: no such rank; there are {', '.join(ranks)}")
+    if rank.host:
+        if arguments.part:
+            raise UsageError(f"{rank.name}: runs on {rank.host}; only a whole rank there can be killed, without --part")
+        print(f"rolecall: {control.kill(arguments.run, rank.role, rank.ordinal)}")
+        return 0
     parts = [*_parts(rank)]
     chosen = [(part, process) for part, process in parts if arguments.part in (None, part)]
     if not chosen:
@@ -98,7 +105,7 @@ def scale_parser() -> argparse.ArgumentParser:
 def _parts(rank: ListedRank) -> Iterator[tuple[str, psutil.Process]]:
     """The processes of `rank` by part, its supervisor first; none if it has no process."""
     with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-        if rank.pid:
+        if rank.pid and not rank.host:
             supervisor = psutil.Process(rank.pid)
             yield SUPERVISOR, supervisor
             for process in supervisor.children(recursive=True):

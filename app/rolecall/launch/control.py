@@ -28,12 +28,13 @@ CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
 
 @dataclass(frozen=True)
 class ListedRank:
-    """A rank of a local run; `pid` is its supervisor's, 0 while it has no process."""
+    """A rank of a run; `pid` is its supervisor's, 0 while it has no process, on `host` if that is not empty."""
 
     role: str
     ordinal: int
     pid: int
     state: str
+    host: str = ""
 
     @property
     def name(self) -> str:
@@ -42,11 +43,17 @@ class ListedRank:
 
 
 class Control:
-    """Serves the socket at `path`: `ranks` lists the ranks; `scale` changes how many a role has and returns what it
-    does for that, or raises UsageError."""
+    """Serves the socket at `path`: `ranks` lists the ranks; `scale` changes how many a role has, and `kill` kills a
+    rank; both return what they do for that, or raise UsageError."""
 
-    def __init__(self, path: Path, ranks: Callable[[], list[ListedRank]], scale: Callable[[str, int], str]) -> None:
-        self.path, self._ranks, self._scale = path, ranks, scale
+    def __init__(
+        self,
+        path: Path,
+        ranks: Callable[[], list[ListedRank]],
+        scale: Callable[[str, int], str],
+        kill: Callable[[str, int], str],
+    ) -> None:
+        self.path, self._ranks, self._scale, self._kill = path, ranks, scale, kill
 
     async def start(self) -> asyncio.Server:
         """Listens. Raises UsageError if that is not possible in TMPDIR."""
@@ -73,6 +80,8 @@ class Control:
                     return {"ranks": [asdict(rank) for rank in self._ranks()]}
                 case {"what": "scale", "role": str(role), "count": int(count)}:
                     return {"done": self._scale(role, count)}
+                case {"what": "kill", "role": str(role), "ordinal": int(ordinal)}:
+                    return {"done": self._kill(role, ordinal)}
             return {"error": "the run does not know this request; use the same version of Rolecall"}
         except UsageError as error:
             return {"error": str(error)}
@@ -92,6 +101,12 @@ def scale(run: str, role: str, count: int) -> str:
     """Gives `role` of the local run in the folder `run` `count` ranks. Returns what the run does for that. Raises
     UsageError if that is not possible."""
     return str(_ask(run, {"what": "scale", "role": role, "count": count})["done"])
+
+
+def kill(run: str, role: str, ordinal: int) -> str:
+    """Kills a rank of the run in the folder `run`. Returns what the run does for that. Raises UsageError if that is not
+    possible."""
+    return str(_ask(run, {"what": "kill", "role": role, "ordinal": ordinal})["done"])
 
 
 def _ask(run: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,31 +1,29 @@
-"""All ranks of a job as processes on this machine: `rolecall run JOB`."""
+"""All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
-import random
 import shutil
 import signal
-import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rolecall import config, machine, telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.declare.describe import Description
 from rolecall.errors import UNSAVED, USAGE, UsageError
-from rolecall.launch import gpu
 from rolecall.launch.control import Control, ListedRank
+from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, Machines, remove_leftovers, temporary_folder
+from rolecall.launch.hosts import Hosts, Placement
 from rolecall.launch.output import Output, printable
-from rolecall.launch.rank_process import INTERRUPTED, LAST_OUTPUT_SECONDS, RankProcess
+from rolecall.launch.rank_process import INTERRUPTED, RankProcess
 from rolecall.observe import ask, targets
 from rolecall.observe.sinks.feed import END_SECONDS
 from rolecall.observe.targets import Address
@@ -34,27 +32,10 @@ from rolecall.rank.zygote import Zygote
 from rolecall.record import rundir
 from rolecall.tunnel import keys
 
-PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
 OTHER_USERS_DOC = "docs/security.md#other-users-of-the-machine"
-LOCK = "lock"  # in a run's temporary folder
 ANSWER_SECONDS = 5.0  # for a supervisor to answer
 EXIT_SECONDS = 10.0  # for the other ranks to exit after the first
 CRASH_REPORT_SECONDS = 1.0  # for rank 0 to reply to the report of a crash
-
-
-def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
-    """TCP ports of 127.0.0.1 on which nothing listens. Raises UsageError if there are too few."""
-    free: list[int] = []
-    for port in random.sample(among, len(among)):  # seeded by the system
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        free.append(port)
-        if len(free) == count:
-            return free
-    raise UsageError(f"no {count} free ports between {among[0]} and {among[-1]}")
 
 
 def others_warning(names: Sequence[str]) -> str:
@@ -66,30 +47,6 @@ def others_warning(names: Sequence[str]) -> str:
         f"rolecall: warning: other users of this machine ({shown}) can run code as you during this run, through "
         f"torch's loopback ports; {OTHER_USERS_DOC} says how to keep them out"
     )
-
-
-def temporary_folder() -> tuple[Path, int]:
-    """A new folder for one run, which holds its token, and the locked file that shows that the run lives."""
-    folder = Path(tempfile.mkdtemp(prefix="rolecall-new-"))
-    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder.rename(folder.with_name(folder.name.replace("new", "local", 1))), lock
-
-
-def remove_leftovers() -> None:
-    """Removes the folders of runs of this user that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob("rolecall-local-*"):
-        with contextlib.suppress(OSError):  # another user's; or one whose run lives, or has just removed it
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-
-def _address(rank: RankProcess) -> Address:
-    return Address(rank.name, f"http://127.0.0.1:{rank.environment['METRICS_PORT']}/metrics")
 
 
 async def _answers(port: int) -> bool:
@@ -116,11 +73,25 @@ async def _wait(
     done.cancel()
 
 
-class LocalRun:
-    """The ranks of one job on this machine, and their display. Raises UsageError for an unusable CHECKPOINT_DIR."""
+def _name(role: str, ordinal: int) -> str:
+    return f"{role} {ordinal}"
 
-    def __init__(self, job: Description, settings: Settings, live: bool, zygote: Zygote | None = None) -> None:
+
+class LocalRun:
+    """The ranks of one job on this machine, or on `hosts`, and their display. Raises UsageError for an unusable
+    CHECKPOINT_DIR."""
+
+    def __init__(
+        self,
+        job: Description,
+        settings: Settings,
+        live: bool,
+        zygote: Zygote | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
         self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
+        self._hosts = hosts
+        self._machines: Machines = hosts or Here(zygote)
         self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
         self._errors: set[str] = set()
         self._seen = set[tuple[str, str]]()  # tracebacks that were shown
@@ -137,7 +108,7 @@ class LocalRun:
             raise
         self._tasks = dict[RankProcess, asyncio.Task[int]]()
         self._scaled = asyncio.Event()
-        self.addresses = [_address(rank) for rank in self.ranks]
+        self.addresses = [self._address(rank) for rank in self.ranks]
         repeated = settings.resume and (self.directory / rundir.DONE).exists()  # what has finished is shown again
         self._earlier = {} if repeated else self._report_files()  # an earlier run's, which has not finished
         self.display = Display()
@@ -149,47 +120,40 @@ class LocalRun:
         except OSError as error:
             raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
         members = [(role.name, ordinal) for role in self.job.roles for ordinal in range(role.count)]
-        gpus = gpu.share([self.job.gpus[role] for role, _ in members])
-        # with TLS=off rank 0 takes the next port too
-        ports = free_ports(2 * len(members), PORTS if self.settings.secure else PORTS[::2])
-        ports, metrics = ports[: len(members)], ports[len(members) :]
+        self._token_file = self._make_token()
+        planned = self._machines.plan({_name(role, ordinal): self.job.gpus[role] for role, ordinal in members})
         self._shared = {
+            **self._machines.environment(self._temporary, self._token_file),
             **self.job.flags,
             "JOB": self.job.target,
-            "MASTER_ADDR": "127.0.0.1",
-            "BIND_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(ports[0]),
+            "MASTER_PORT": planned[0]["PORT"],
             "CHECKPOINT_DIR": str(self.directory),
-            **self._token(),
-            "TMPDIR": str(self._temporary),
             "ON_FINISH": "exit",
             "PYTHONUNBUFFERED": "1",
             **describe.passed_on(self.job),
         }
         return [
-            self._rank(role, ordinal, port, scraped, visible)
-            for (role, ordinal), port, scraped, visible in zip(members, ports, metrics, gpus, strict=True)
+            self._rank(role, ordinal, variables) for (role, ordinal), variables in zip(members, planned, strict=True)
         ]
 
-    def _rank(self, role: str, ordinal: int, port: int, scraped: int, visible: dict[str, str]) -> RankProcess:
-        environment = config.child_environment(
-            **self._shared, ROLE=role, ORDINAL=str(ordinal), PORT=str(port), METRICS_PORT=str(scraped), **visible
-        )
-        log = self.directory / "logs" / f"{role}-{ordinal}.log"
+    def _rank(self, role: str, ordinal: int, variables: dict[str, str]) -> RankProcess:
+        environment = {**self._shared, "ROLE": role, "ORDINAL": str(ordinal), **variables}
+        log, place = self.directory / "logs" / f"{role}-{ordinal}.log", self._machines.place(role, ordinal)
         return RankProcess(
-            role, ordinal, environment, log, self.show, zygote=self._zygote, crashed=self._report_crash, seen=self._seen
+            role, ordinal, environment, log, self.show, place=place, crashed=self._report_crash, seen=self._seen
         )
 
-    def _token(self) -> dict[str, str]:
-        """A token for this run, unless there is one, or a certificate of the user's."""
-        self._token_file = ""
+    def _address(self, rank: RankProcess) -> Address:
+        return Address(rank.name, self._machines.metrics(rank.environment))
+
+    def _make_token(self) -> str:
+        """The file with a token for this run; empty if there is a token already, or a certificate of the user's."""
         if self.settings.token or self.settings.tls_cert:
-            return {}
+            return ""
         file = self._temporary / "token"
         file.touch(0o600)
         file.write_text(keys.new_token() + "\n")
-        self._token_file = str(file)
-        return {"JOB_TOKEN_FILE": self._token_file}
+        return str(file)
 
     def show(self, line: str) -> None:
         """Displays a line of a rank; an error that several ranks report is shown once."""
@@ -209,15 +173,17 @@ class LocalRun:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
         try:
-            control = await Control(self._temporary / "control", self._listed, self.scale).start()
+            control = await Control(self._temporary / "control", self._listed, self.scale, self.kill).start()
             self._published = self._publish()
         except BaseException:
             self._remove_folders()
             raise
         self.output = Output(sys.stdout, sys.stderr)
         self.output.line(f"rolecall: this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
-        if warning := others_warning(machine.other_people()):
+        if not self._hosts and (warning := others_warning(machine.other_people())):
             self.output.line(warning)
+        if self._hosts:
+            self._hosts.show_by(self.show)
         self._tasks = {rank: asyncio.create_task(rank.supervise()) for rank in self.ranks}
         display = asyncio.create_task(self._display() if self.live else asyncio.Event().wait())
         try:
@@ -231,6 +197,8 @@ class LocalRun:
             await asyncio.wait(
                 self._tasks.values(), timeout=EXIT_SECONDS
             )  # a disk that hangs holds even a killed process
+            if self._hosts:
+                await self._hosts.close()
             display.cancel()
             await asyncio.wait({display})
             self._remove_temporary()
@@ -241,6 +209,8 @@ class LocalRun:
         state = {0: "finished", INTERRUPTED: "stopped", UNSAVED: unsaved}.get(code, f"failed (exit code {code})")
         kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
         last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
+        if self._hosts:
+            last = f"rolecall: {state}; logs in {self.directory}; {self._hosts.results(self.directory)}"
         if code == USAGE and self._dispose():
             last = f"rolecall: {state}"
         self.output.close(last, LAST_OUTPUT_SECONDS)
@@ -308,14 +278,23 @@ class LocalRun:
         patience = self.settings.lease_seconds + EXIT_SECONDS
         silent_since = time.monotonic()
         while not rank0.done() and time.monotonic() < silent_since + patience:
-            if await _answers(int(self.ranks[0].environment["METRICS_PORT"])):
+            if await _answers(urlsplit(self.addresses[0].url).port or 0):
                 silent_since = time.monotonic()
             await asyncio.sleep(1.0)  # a period
 
     # ---- the control socket
 
     def _listed(self) -> list[ListedRank]:
-        return [ListedRank(rank.role, rank.ordinal, rank.pid, rank.state) for rank in self.ranks]
+        return [ListedRank(rank.role, rank.ordinal, rank.pid, rank.state, rank.host) for rank in self.ranks]
+
+    def kill(self, role: str, ordinal: int) -> str:
+        """Kills the processes of a rank, which is started again. Returns what is done. Raises UsageError."""
+        rank = next((rank for rank in self.ranks if (rank.role, rank.ordinal) == (role, ordinal)), None)
+        if rank is None or rank.process is None or not rank.pid:
+            raise UsageError(f"{_name(role, ordinal)}: has no process now")
+        pid = rank.pid
+        rank.process.kill()
+        return f"killed {rank.name}: process {pid} on {rank.host or 'this machine'}, and those below it"
 
     def scale(self, role: str, count: int) -> str:
         """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what
@@ -344,18 +323,17 @@ class LocalRun:
         return "; ".join(done) or f"{role} has {count} already"
 
     def _planned(self, role: str, ordinal: int) -> RankProcess:
-        taken = {int(rank.environment[name]) for rank in self.ranks for name in ("PORT", "METRICS_PORT")}
-        port, scraped = free_ports(2, [port for port in PORTS if not {port, port - 1} & taken])
-        before = [self.job.gpus[rank.role] for rank in self.ranks]
-        rank = self._rank(role, ordinal, port, scraped, gpu.share([*before, self.job.gpus[role]])[-1])
+        (variables,) = self._machines.plan({_name(role, ordinal): self.job.gpus[role]})
+        rank = self._rank(role, ordinal, variables)
         self.ranks.append(rank)
-        self.addresses.append(_address(rank))
+        self.addresses.append(self._address(rank))
         return rank
 
     def _forget_dropped(self, rank: RankProcess) -> None:
         """Removes a rank that has drained from the lists of this run's ranks."""
         self.ranks.remove(rank)
-        self.addresses.remove(_address(rank))
+        self._machines.forget(rank.name)
+        self.addresses.remove(self._address(rank))
         self._republish()
 
     def _republish(self) -> None:
@@ -405,13 +383,50 @@ class LocalRun:
 
 def run(job: Description, zygote: Zygote | None = None) -> int:
     """Runs `job`, whose ranks are forked from `zygote`. Returns the exit code. Raises UsageError for wrong settings."""
+
+    async def main() -> int:
+        return await LocalRun(job, _settings(job), live=_live(job), zygote=zygote).run()
+
+    return asyncio.run(main())
+
+
+def run_on_hosts(target: str, words: Sequence[str], placement: Placement) -> int:
+    """Runs the job `target`, with the flags in `words`, on hosts. Returns the exit code. Raises UsageError, and
+    SystemExit as `describe.ask` does."""
+
+    def described() -> Description | SystemExit:
+        try:
+            return describe.ask(target, words)
+        except SystemExit as end:  # it would end the event loop
+            return end
+
+    async def main() -> int:
+        hosts = Hosts(placement, target)
+        connecting = asyncio.create_task(hosts.connect())  # the hosts import torch meanwhile
+        try:
+            job = await asyncio.to_thread(described)
+            if isinstance(job, SystemExit):
+                return job.code if isinstance(job.code, int) else 1
+            await connecting
+            settings = _settings(job)
+            await hosts.prepare(job, settings)
+            return await LocalRun(hosts.job, settings, live=_live(job), hosts=hosts).run()
+        finally:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            await hosts.close()
+
+    return asyncio.run(main())
+
+
+def _settings(job: Description) -> Settings:
     settings = config.load(
         Settings, **{name.lower(): value for name, value in job.flags.items() if name.lower() in Settings.model_fields}
     )
     telemetry.setup_logging(settings.log_format, settings.log_level)
     telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
+    return settings
 
-    async def main() -> int:
-        return await LocalRun(job, settings, live=sys.stdout.isatty() and not job.plain, zygote=zygote).run()
 
-    return asyncio.run(main())
+def _live(job: Description) -> bool:
+    return sys.stdout.isatty() and not job.plain

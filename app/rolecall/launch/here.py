@@ -1,0 +1,262 @@
+"""What ranks need of their machine: ports, GPUs, a temporary folder, and the start of their processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rolecall import config
+from rolecall.errors import UsageError
+from rolecall.launch import gpu
+from rolecall.rank import descendants
+from rolecall.rank.zygote import Forked, Zygote, ZygoteError
+
+PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
+LOCK = "lock"  # in a run's temporary folder
+LAST_OUTPUT_SECONDS = 2.0  # seconds for the rest of an ended rank's output
+
+
+def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
+    """TCP ports of 127.0.0.1 on which nothing listens. Raises UsageError if there are too few."""
+    free: list[int] = []
+    for port in random.sample(among, len(among)):  # seeded by the system
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        free.append(port)
+        if len(free) == count:
+            return free
+    raise UsageError(f"no {count} free ports between {among[0]} and {among[-1]}")
+
+
+def temporary_folder() -> tuple[Path, int]:
+    """A new folder for one run, which holds its token, and the locked file that shows that the run lives."""
+    folder = Path(tempfile.mkdtemp(prefix="rolecall-new-"))
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder.rename(folder.with_name(folder.name.replace("new", "local", 1))), lock
+
+
+def remove_leftovers() -> None:
+    """Removes the folders of runs of this user that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob("rolecall-local-*"):
+        with contextlib.suppress(OSError):  # another user's; or one whose run lives, or has just removed it
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def arguments() -> list[str]:
+    """A rank's arguments."""
+    return ["rank", "--tied", str(os.getpid())]
+
+
+def command() -> list[str]:
+    """A rank's command."""
+    # -P: no module of the working directory may replace one of a library
+    return [sys.executable, "-P", "-m", "rolecall", *arguments()]
+
+
+class Process(Protocol):
+    """A started rank. `lost`: its host was lost, and with it how it ended."""
+
+    lost: bool
+
+    @property
+    def pid(self) -> int:
+        """Its number on its machine."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    async def wait(self) -> int:
+        """Waits for its exit. Returns the exit code."""
+
+    def drain(self) -> None:
+        """Asks it to leave the job."""
+
+    def kill(self) -> None:
+        """Kills it and all processes below it."""
+
+
+class Place(Protocol):
+    """Where ranks are started: this machine, or a host. `host` is empty for this machine."""
+
+    host: str
+
+    async def start(
+        self, rank: str, environment: Mapping[str, str], output: int, alone: bool, stopped: asyncio.Event
+    ) -> Process | None:
+        """Starts the rank, which writes to the file descriptor `output`. With `alone` it shares no imports with other
+        ranks. Returns None if `stopped` was set before that was possible."""
+
+
+class Machines(Protocol):
+    """The machines of a run: this one, or hosts."""
+
+    def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
+        """Variables of each new rank alone, by how many GPUs each wants; PORT of rank 0 is one. Raises UsageError."""
+
+    def forget(self, rank: str) -> None:
+        """The rank has ended for good."""
+
+    def place(self, role: str, ordinal: int) -> Place:
+        """Where a new rank is started."""
+
+    def environment(self, folder: Path, token_file: str) -> dict[str, str]:
+        """The variables of all ranks, with the run's `folder` of this machine, and the file in it with its token."""
+
+    def metrics(self, environment: Mapping[str, str]) -> str:
+        """The URL of a rank's metrics for this machine; empty if it reaches none."""
+
+
+class LocalProcess:
+    """A rank's process on this machine, which leads a session."""
+
+    lost = False
+
+    def __init__(self, process: asyncio.subprocess.Process | Forked) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """See `Process`."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """See `Process`."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """See `Process`."""
+        return await self._process.wait()
+
+    def drain(self) -> None:
+        """See `Process`."""
+        if self.returncode is None:
+            self._process.terminate()
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(self.pid, signal.SIGCONT)  # a stopped one would never take the signal
+
+    def kill(self) -> None:
+        """See `Process`."""
+        if self.returncode is None:
+            descendants.kill(self.pid)  # those that have left its process group too
+        with contextlib.suppress(ProcessLookupError):  # they have ended
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class Here:
+    """Ranks on this machine: forks of `zygote`, or processes of their own. Each PORT is one of `ports`."""
+
+    host = ""
+
+    def __init__(self, zygote: Zygote | None = None, ports: range = PORTS) -> None:
+        self.zygote, self._ports = zygote, ports
+        self._gpus = dict[str, int | None]()  # by rank
+        self._taken = dict[str, tuple[int, int]]()
+        self._alone = set[str]()  # ranks that the zygote has failed
+
+    def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
+        """See `Machines`: the ports, and the visible GPUs."""
+        shares = gpu.share([*self._gpus.values(), *gpus.values()])[len(self._gpus) :]
+        taken = {port for pair in self._taken.values() for port in pair}
+        # every other one: with TLS=off rank 0 takes the next port too
+        ports = free_ports(len(gpus), [port for port in self._ports[::2] if port not in taken])
+        metrics = free_ports(len(gpus), [port for port in PORTS[::2] if port not in {*taken, *ports}])
+        pairs = [*zip(ports, metrics, strict=True)]
+        self._gpus |= gpus
+        self._taken |= zip(gpus, pairs, strict=True)
+        return [
+            {"PORT": str(port), "METRICS_PORT": str(scraped), **share}
+            for (port, scraped), share in zip(pairs, shares, strict=True)
+        ]
+
+    def forget(self, rank: str) -> None:
+        """See `Machines`: others may have its ports and GPUs."""
+        self._gpus.pop(rank, None)
+        self._taken.pop(rank, None)
+
+    def place(self, role: str, ordinal: int) -> Here:
+        """See `Machines`."""
+        return self
+
+    def environment(self, folder: Path, token_file: str) -> dict[str, str]:
+        """See `Machines`."""
+        token = {"JOB_TOKEN_FILE": token_file} if token_file else {}
+        loopback = {"MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1"}
+        return config.child_environment(**loopback, **token, TMPDIR=str(folder))
+
+    def metrics(self, environment: Mapping[str, str]) -> str:
+        """See `Machines`."""
+        return f"http://127.0.0.1:{environment['METRICS_PORT']}/metrics"
+
+    async def start(
+        self, rank: str, environment: Mapping[str, str], output: int, alone: bool, stopped: asyncio.Event
+    ) -> LocalProcess | None:
+        """See `Place`."""
+        if self.zygote and not alone and rank not in self._alone:
+            try:
+                forked = await asyncio.to_thread(self.zygote.fork, arguments(), environment, output, output)
+                return LocalProcess(forked)
+            except ZygoteError as error:
+                if stopped.is_set():
+                    return None
+                self._alone.add(rank)
+                os.write(output, f"{rank}: starts by itself, without the zygote: {error}\n".encode())
+        return LocalProcess(
+            await asyncio.create_subprocess_exec(
+                *command(),
+                env=dict(environment),
+                start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+        )
+
+
+async def writer_of(descriptor: int) -> asyncio.StreamWriter:
+    """Writes to a pipe or a socket, which it closes."""
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()  # nothing is read
+    file = os.fdopen(descriptor, "wb", 0)
+    transport, protocol = await loop.connect_write_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+    return asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+async def follow(process: Process, output: int, read: Callable[[asyncio.StreamReader], Awaitable[None]]) -> int:
+    """Has `read` read what a process writes, from the file descriptor `output`, until it ends. Returns its exit code.
+
+    It has a pipe of its own: for one of asyncio's, `wait` would wait too.
+    """
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(output, "rb", 0)
+    )
+    # a killed supervisor's orphans keep the pipe open for a moment; only its exit counts
+    reader = asyncio.ensure_future(read(stream))
+    code = await process.wait()
+    done, _ = await asyncio.wait({reader}, timeout=LAST_OUTPUT_SECONDS)
+    reader.cancel()
+    transport.close()
+    for task in done:
+        task.result()
+    return code

@@ -1,0 +1,270 @@
+"""A host of `rolecall run --hosts`: its connection by ssh, which is made anew after a cut, and the ranks there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rolecall.config import __version__
+from rolecall.errors import CRASHED, UsageError
+from rolecall.launch import host_messages, ssh
+from rolecall.launch.here import writer_of
+from rolecall.launch.host_messages import Alive, Drain, Ended, Files, Kill, Output, Ready, Setup, Start, Started, ToHost
+from rolecall.rank.guard import CrashBackoff
+
+READY_SECONDS = 60.0  # from the connection to the first message
+ALIVE_SECONDS = 3.0  # between two messages that only say that this side lives
+CLOSE_SECONDS = 10.0  # for a host to end its ranks and to clean up
+MAX_ERROR_LINES = 50  # of ssh's, before the first message
+
+
+class HostedProcess:
+    """A rank's process on a host, as `Process`. What it writes goes to `output`."""
+
+    def __init__(self, rank: str, connection: Connection, output: asyncio.StreamWriter) -> None:
+        self.pid = 0
+        self.returncode: int | None = None
+        self.lost = False
+        self.output = output
+        self._rank, self._connection, self._ended = rank, connection, asyncio.Event()
+
+    async def wait(self) -> int:
+        """See `Process`."""
+        await self._ended.wait()
+        return CRASHED if self.returncode is None else self.returncode
+
+    def drain(self) -> None:
+        """See `Process`."""
+        if self.returncode is None:
+            self._connection.send(Drain(self._rank))
+
+    def kill(self) -> None:
+        """See `Process`."""
+        if self.returncode is None:
+            self._connection.send(Kill(self._rank))
+
+    def end(self, code: int, lost: bool = False) -> None:
+        """It has ended, or was `lost` with its host."""
+        self.returncode, self.lost = code, lost
+        self.output.close()
+        self._ended.set()
+
+
+class Connection:
+    """One connection to a host, made by `open`. `show` displays a line that the host writes."""
+
+    def __init__(self, host: str, python: str, socket: Path, show: Callable[[str], None]) -> None:
+        self.host, self.socket = host, socket
+        self._python, self._show = python, show
+        self._processes = dict[str, HostedProcess]()  # by rank
+        self._errors: list[str] | None = []  # until the first message
+        self._tasks = list[asyncio.Task[None]]()
+        self.began = time.monotonic()
+        self.over = asyncio.Event()
+
+    async def open(self, setup: Setup) -> Ready:
+        """Connects. Raises UsageError, and leaves nothing behind then."""
+        self.socket.unlink(missing_ok=True)  # of a client that was killed
+        command = ssh.connect(self.host, self.socket, [self._python, "-P", "-m", "rolecall.launch.hosted"])
+        try:
+            self._ssh = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=host_messages.MAX_LINE_BYTES,
+                start_new_session=True,  # Ctrl-C of a terminal ends the ranks first
+            )
+        except OSError as error:
+            raise UsageError(f"ssh: cannot be run ({error.strerror}); install OpenSSH's client") from error
+        self._stdin: asyncio.StreamWriter = self._ssh.stdin  # type: ignore[assignment]
+        self._stdout: asyncio.StreamReader = self._ssh.stdout  # type: ignore[assignment]
+        self._stderr: asyncio.StreamReader = self._ssh.stderr  # type: ignore[assignment]
+        errors = asyncio.create_task(self._read_errors())
+        self._tasks.append(errors)
+        try:
+            self.send(setup)
+            async with asyncio.timeout(READY_SECONDS):
+                ready = await self._first()
+                if ready is None:
+                    code = await self._ssh.wait()
+                    await asyncio.wait({errors}, timeout=1.0)
+                    raise UsageError(ssh.problem(self.host, self._python, code, self._errors or []))
+            if ready.version != __version__:
+                raise UsageError(
+                    f"{self.host}: {self._python} has Rolecall {ready.version}, and this is {__version__}; "
+                    "install the same version on both"
+                )
+        except TimeoutError:
+            await self.close()
+            raise UsageError(f"{self.host}: nothing starts there within {READY_SECONDS:g} s; try it by ssh") from None
+        except BaseException:
+            await self.close()
+            raise
+        self._errors = None
+        self._tasks += [asyncio.create_task(self._read()), asyncio.create_task(self._send_alive())]
+        return ready
+
+    async def _first(self) -> Ready | None:
+        """The first message, after what a login shell has written; None if there is none."""
+        while line := await self._stdout.readline():
+            with contextlib.suppress(ValueError):
+                if isinstance(message := host_messages.read_from_host(line), Ready):
+                    return message
+        return None
+
+    def send(self, message: ToHost) -> None:
+        """Sends a message, unless the connection has ended."""
+        if not self.over.is_set() and not self._stdin.is_closing():
+            self._stdin.write(host_messages.to_host(message))
+
+    def add(self, start: Start, output: asyncio.StreamWriter) -> HostedProcess:
+        """Starts a rank."""
+        process = self._processes[start.rank] = HostedProcess(start.rank, self, output)
+        if self.over.is_set():
+            process.end(CRASHED, lost=True)
+        self.send(start)
+        return process
+
+    async def close(self) -> None:
+        """Ends the connection, and with it all ranks on the host."""
+        self._stdin.close()
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._ssh.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._ssh.kill()
+            await self._ssh.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _read(self) -> None:
+        try:
+            while line := await self._stdout.readline():
+                match host_messages.read_from_host(line):
+                    case Started(rank, pid):
+                        self._processes[rank].pid = pid
+                    case Output(rank, data):
+                        output = self._processes[rank].output
+                        with contextlib.suppress(OSError):  # nobody reads it any more
+                            output.write(data)
+                            await output.drain()
+                    case Ended(rank, code):
+                        self._processes[rank].end(code)
+        except (ValueError, KeyError) as error:
+            self._show(f"{self.host}: sent what is no message ({type(error).__name__}); its connection is ended")
+        finally:
+            self.over.set()
+            for process in self._processes.values():
+                if process.returncode is None:
+                    process.end(CRASHED, lost=True)
+            self._stdin.close()
+
+    async def _read_errors(self) -> None:
+        while line := await self._stderr.readline():
+            text = line.decode(errors="replace").rstrip()
+            if self._errors is None:
+                self._show(f"{self.host}: {text}")
+            elif len(self._errors) < MAX_ERROR_LINES:
+                self._errors.append(text)
+
+    async def _send_alive(self) -> None:
+        while not self.over.is_set():
+            self.send(Alive())
+            await asyncio.sleep(ALIVE_SECONDS)
+
+
+class Host:
+    """Starts ranks on the host `host`, as `Place`, and connects again after a cut. `socket` is of ssh's connection,
+    `setup` the first message, and `show` displays a line."""
+
+    def __init__(self, host: str, python: str, socket: Path, setup: Setup, show: Callable[[str], None]) -> None:
+        self.host = host
+        self._python, self._socket, self._setup, self._show = python, socket, setup, show
+        self._files: Files | None = None
+        self._forwarded: tuple[int, int] | None = None
+        self._connection: Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+
+    async def connect(self) -> Ready:
+        """Connects. Raises UsageError."""
+        connection = Connection(self.host, self._python, self._socket, self._show)
+        ready = await connection.open(self._setup)
+        self._connection = connection
+        if self._files:
+            connection.send(self._files)
+        if self._forwarded:
+            await self._forward(*self._forwarded)
+        return ready
+
+    def send_files(self, files: Files) -> None:
+        """Has the host hold the job's files."""
+        self._files = files
+        if self._connection:
+            self._connection.send(files)
+
+    async def forward(self, local: int, remote: int) -> None:
+        """Has a port of this machine's loopback reach one of the host's."""
+        self._forwarded = (local, remote)
+        if self._connection:
+            await self._forward(local, remote)
+
+    async def _forward(self, local: int, remote: int) -> None:
+        code, text = await ssh.run(ssh.forward(self.host, self._socket, local, remote))
+        if code:
+            self._show(f"{self.host}: rank 0's page and commands for this run do not reach it ({text})")
+
+    async def start(
+        self, rank: str, environment: Mapping[str, str], output: int, alone: bool, stopped: asyncio.Event
+    ) -> HostedProcess | None:
+        """See `Place`."""
+        writer = await writer_of(os.dup(output))
+        if connection := await self._connected(stopped):
+            return connection.add(Start(rank, dict(environment), alone), writer)
+        writer.close()
+        return None
+
+    async def _connected(self, stopped: asyncio.Event) -> Connection | None:
+        """The connection, as soon as there is one; None if `stopped` was set before."""
+        stopping = asyncio.create_task(stopped.wait())
+        try:
+            while self._connection is None or self._connection.over.is_set():
+                if not self._connecting or self._connecting.done():
+                    self._connecting = asyncio.create_task(self._reconnect())
+                await asyncio.wait({self._connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if stopped.is_set():
+                    return None
+        finally:
+            stopping.cancel()
+        return self._connection
+
+    async def _reconnect(self) -> None:
+        """Connects again, as often as it takes."""
+        crashes, said = CrashBackoff(), ""
+        if self._connection:
+            await self._connection.close()
+            await asyncio.sleep(crashes.add(time.monotonic() - self._connection.began))
+        while True:
+            started = time.monotonic()
+            try:
+                await self.connect()
+                return
+            except UsageError as error:
+                if str(error) != said:
+                    said = str(error)
+                    self._show(f"rolecall: {said}; trying again")
+            await asyncio.sleep(crashes.add(time.monotonic() - started))
+
+    async def close(self) -> None:
+        """Ends what runs on the host, and the connection."""
+        if self._connecting:
+            self._connecting.cancel()
+            await asyncio.wait({self._connecting})
+        if self._connection:
+            await self._connection.close()

@@ -1,0 +1,174 @@
+"""What `rolecall run --hosts` starts on each host, by ssh: runs ranks there, as messages on standard input say.
+
+It ends all of them, and leaves nothing behind, if the connection ends or brings nothing for SILENCE_SECONDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from rolecall import config, machine, secret
+from rolecall.declare import describe
+from rolecall.errors import CRASHED, USAGE, UsageError
+from rolecall.launch import here, host_messages
+from rolecall.launch.here import Here, LocalProcess
+from rolecall.launch.host_messages import Drain, Ended, Files, FromHost, Kill, Output, Ready, Setup, Start, Started
+from rolecall.rank import descendants
+from rolecall.rank.zygote import Zygote
+
+SILENCE_SECONDS = 12.0  # less than ssh takes to notice a cut, so that a rank does not start while its last one runs
+PORTS = range(29400, 32000)  # PORT of the ranks on a host, which other hosts must reach
+CHUNK_BYTES = 2**16
+RANK0 = "rank 0"  # has ports that others must know before it starts
+JOB = "job"  # in the temporary folder: the job's files, and the ranks' working directory
+
+
+class Hosted:
+    """The ranks on this host. `home` is where relative checkpoint directories lie, `folder` the temporary folder."""
+
+    def __init__(self, home: Path, folder: Path) -> None:
+        self._home, self._folder = home, folder
+        self._here = Here(ports=PORTS)
+        self._processes = dict[str, LocalProcess]()  # by rank
+        self._killed = dict[str, asyncio.Event]()  # of ranks that are starting
+        self._tasks = set[asyncio.Task[None]]()
+        self._over = False
+
+    async def serve(self, requests: int, answers: int) -> None:
+        """Carries out the messages that come from the file descriptor `requests`, until it ends or is silent."""
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            loop.add_signal_handler(number, over.set)
+        stream = asyncio.StreamReader(limit=host_messages.MAX_LINE_BYTES)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(requests, "rb", 0))
+        self._answers = await here.writer_of(answers)
+        reading = asyncio.create_task(self._read(stream))
+        try:
+            await asyncio.wait({reading, asyncio.create_task(over.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+        finally:
+            self._over = True
+            if self._here.zygote:
+                self._here.zygote.end()  # a rank may wait for its imports
+            await asyncio.to_thread(descendants.kill, os.getpid())
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        first = await self._next(stream)
+        with contextlib.suppress(ValueError):  # of another version, which `Ready` tells
+            if isinstance(setup := host_messages.read_to_host(first), Setup):
+                self._here.zygote = Zygote(setup.target)
+        (ports,) = self._here.plan({RANK0: 0})
+        self._answers.write(b"\n")  # after what a login shell has written
+        await self._send(Ready(config.__version__, int(ports["PORT"]), int(ports["METRICS_PORT"])))
+        while line := await self._next(stream):
+            match host_messages.read_to_host(line):
+                case Files(files):
+                    for name, content in files.items():
+                        path = self._folder / JOB / name
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        path.write_bytes(content)
+                case Start() as start:
+                    self._killed[start.rank] = asyncio.Event()
+                    task = asyncio.create_task(self._run(start, self._killed[start.rank]))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                case Drain(rank):
+                    if process := self._processes.get(rank):
+                        process.drain()
+                case Kill(rank):
+                    self._killed[rank].set()
+                    if process := self._processes.get(rank):
+                        process.kill()
+
+    @staticmethod
+    async def _next(stream: asyncio.StreamReader) -> bytes:
+        """The next line; empty if the connection has ended, or is silent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SILENCE_SECONDS):
+                return await stream.readline()
+        return b""
+
+    async def _run(self, start: Start, killed: asyncio.Event) -> None:
+        """Starts a rank, sends what it writes, and how it ends."""
+        read, write = os.pipe()
+        try:
+            environment = self._environment(start)
+            process = await self._here.start(start.rank, environment, write, start.alone, killed)
+        except (UsageError, OSError) as error:
+            os.write(write, f"rolecall: {start.rank}: cannot start: {error}\n".encode())
+            process = None
+        finally:
+            os.close(write)
+        if process is None:
+            os.close(read)
+            await self._send(Ended(start.rank, CRASHED))
+            return
+        self._processes[start.rank] = process
+        if killed.is_set():
+            process.kill()
+        await self._send(Started(start.rank, process.pid))
+
+        async def send(stream: asyncio.StreamReader) -> None:
+            while data := await stream.read(CHUNK_BYTES):
+                await self._send(Output(start.rank, data))
+
+        code = await here.follow(process, read, send)
+        del self._processes[start.rank]
+        await self._send(Ended(start.rank, code))
+
+    def _environment(self, start: Start) -> dict[str, str]:
+        given = dict(start.environment)
+        job = describe.ADAPTER.validate_json(given[config.DESCRIPTION])
+        self._here.forget(start.rank)
+        (planned,) = self._here.plan({start.rank: job.gpus[given["ROLE"]]})
+        given["CHECKPOINT_DIR"] = str(self._home / given["CHECKPOINT_DIR"])
+        return config.child_environment(**{**planned, **given})  # rank 0's ports are given
+
+    async def _send(self, message: FromHost) -> None:
+        if self._over:  # what is killed now has not crashed: it is lost with the host
+            return
+        with contextlib.suppress(OSError):  # the connection has ended, which `serve` notices
+            self._answers.write(host_messages.from_host(message))
+            await self._answers.drain()
+
+
+def main() -> int:
+    """Serves one connection. Returns the exit code."""
+    secret.forbid_core_dumps()
+    machine.name_part("hosted")
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # nothing that a process here prints is a message
+    home = Path.cwd()
+    here.remove_leftovers()
+    folder, lock = here.temporary_folder()
+    try:
+        (folder / JOB).mkdir()
+        os.chdir(folder / JOB)
+        config.export(TMPDIR=str(folder), PWD=str(folder / JOB))
+        tempfile.tempdir = None  # TMPDIR differs
+        descendants.adopt()
+        asyncio.run(Hosted(home, folder).serve(requests, answers))
+        return 0
+    except UsageError as error:
+        print(f"rolecall: {error}", file=sys.stderr)
+        return USAGE
+    finally:
+        os.chdir(home)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # `multiprocessing` would look for its folder, which is gone

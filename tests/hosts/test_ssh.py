@@ -1,0 +1,205 @@
+"""`rolecall run --hosts` with OpenSSH's client and server: hosts that are namespaces, a cut, a kill, and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rolecall.errors import USAGE
+from rolecall.launch.rank_process import INTERRUPTED
+from rolecall.observe import targets
+from tests.hosts import sshd
+from tests.hosts.sshd import SshHosts
+
+pytestmark = pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing())
+NAMES = ("a", "b", "c", "d")
+DEADLINE = 120.0
+END_SECONDS = 25.0  # for the ranks of a host that is cut off
+JOB = str(Path(__file__).with_name("patient.py"))
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[SshHosts]:
+    with tempfile.TemporaryDirectory(prefix="ssh-") as folder, SshHosts(Path(folder), NAMES) as hosts:
+        yield hosts
+
+
+class Run:
+    """A run that has begun; its folder is that of its logs."""
+
+    def __init__(self, hosts: SshHosts, folder: Path, *words: str) -> None:
+        self.hosts, self.folder = hosts, folder
+        self.environment = {**hosts.environment, "TMPDIR": str(folder / "tmp")}
+        (folder / "tmp").mkdir()
+        self.command = [sys.executable, "-m", "rolecall"]
+        self._output = (folder / "output").open("w")
+        self.process = subprocess.Popen(
+            [*self.command, "run", *words, "--plain", "--checkpoint-dir", "kept"],
+            cwd=folder,
+            env=self.environment,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+
+    @property
+    def shown(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def call(self, name: str, *words: str) -> str:
+        command = [*self.command, name, "kept", *words]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=DEADLINE
+        )
+        return done.stdout + done.stderr
+
+    def step(self) -> float:
+        """Rank 0's step, from its page's port on this machine."""
+        with contextlib.suppress(OSError, IndexError):
+            url = targets.ranks_of(self.folder / "kept")[0].url
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if match := re.search(r"^rolecall_step(?:{[^}]*})? (\S+)$", answer.read().decode(), re.MULTILINE):
+                    return float(match[1])
+        return 0.0
+
+    def until(self, condition: Callable[[], bool], seconds: float = DEADLINE) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.shown
+            assert self.process.poll() is None, self.shown
+            time.sleep(0.1)
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(DEADLINE)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(DEADLINE)
+        self._output.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="run-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def start(hosts: SshHosts, folder: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*words: str) -> Run:
+        runs.append(Run(hosts, folder, *words))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def nothing_is_left(hosts: SshHosts, run: Run, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while left := [line for name in NAMES for line in (*hosts.processes(name), *hosts.left(name))]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+    processes = [process.info for process in psutil.process_iter(["name", "cmdline"])]
+    assert not [info for info in processes if info["name"] == "ssh" and str(hosts.folder) in str(info["cmdline"])]
+
+
+def test_a_run_on_four_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None:
+    run = start(JOB, "--workers", "5", "--hosts", "a,b,c,d")
+    run.until(lambda: run.step() > 10)
+    rows = [line.split() for line in run.call("ps").splitlines()[1:]]
+    assert [(row[0], row[2].partition(":")[0]) for row in rows] == [
+        ("lead_0", "a"), ("worker_0", "b"), ("worker_1", "c"), ("worker_2", "d"), ("worker_3", "a"),
+        ("worker_4", "b")]  # fmt: skip
+    assert "worker" in run.call("stacks", "worker_1")
+    token = next((run.folder / "tmp").glob("rolecall-local-*/token")).read_text().strip()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            assert token not in " ".join(process.cmdline())
+            assert token.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    assert not [file for name in NAMES for file in hosts.homes[name].rglob("*token*")]
+    assert "starting worker 5" in run.call("scale", "worker=6")
+    assert "killed worker 1" in run.call("kill", "worker_1")
+    run.until(lambda: "worker 1 crashed (SIGKILL), restarting it" in run.shown)
+    run.until(lambda: len(re.findall(r"gang joined.*worker", run.shown)) >= 2)
+    assert run.end(signal.SIGINT) == INTERRUPTED
+    assert list((hosts.homes["a"] / "kept").glob("checkpoint-*"))
+    assert not [*(run.folder / "tmp").iterdir()]
+    nothing_is_left(hosts, run)
+
+
+def test_a_cut_host_ends_its_ranks_and_gets_them_again(hosts: SshHosts, start: Callable[..., Run]) -> None:
+    run = start(JOB, "--workers", "2", "--hosts", "a,b,c")
+    run.until(lambda: run.step() > 10)
+    hosts.network.cut("c")
+    try:
+        run.until(lambda: not hosts.processes("c"), END_SECONDS)
+        assert not hosts.left("c")
+        before = run.step()
+        run.until(lambda: run.step() > before + 10)
+        run.until(lambda: "worker 1: lost with c, starts again when that is back" in run.shown)
+    finally:
+        hosts.network.heal("c")
+    run.until(lambda: re.search(r"gang joined.*worker 1", run.shown) is not None)
+    assert run.end(signal.SIGTERM) == INTERRUPTED
+    nothing_is_left(hosts, run)
+
+
+def test_a_killed_run_leaves_nothing_on_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None:
+    run = start(JOB, "--workers", "1", "--hosts", "a,b")
+    run.until(lambda: run.step() > 1)
+    run.end(signal.SIGKILL)
+    nothing_is_left(hosts, run)
+
+
+@pytest.mark.parametrize(
+    ("option", "hosts_option", "words", "line"),
+    [
+        ("", "a,nowhere", [], "rolecall: nowhere: cannot be reached ("),
+        ("HostName 127.0.0.1", "nowhere", [], "rolecall: nowhere: cannot be reached ("),
+        ("UserKnownHostsFile /dev/null", "a", [], "rolecall: a: its host key is not known here; run `ssh a` once"),
+        ("IdentityFile {folder}/stranger", "a", [], "rolecall: a: refuses the login ("),
+        ("", "a", ["--python", "/no/python"], "rolecall: a: has no Python at /no/python; "),
+        ("", "a", ["--python", "{bare}"], "has no Rolecall; install"),
+    ],
+    ids=["no such host", "nothing listens", "unknown key", "no login", "no Python", "no Rolecall"],
+)
+def test_a_host_that_cannot_be_used_is_a_line_and_exit_code_2(
+    hosts: SshHosts, folder: Path, option: str, hosts_option: str, words: list[str], line: str
+) -> None:
+    bare = folder / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    config = folder / "config"
+    first = f"Host {hosts_option.split(',')[-1]}\n  {option.format(folder=hosts.folder)}\n" if option else ""
+    text = (hosts.folder / "config").read_text()
+    if option.startswith("IdentityFile"):
+        text = text.replace(f"IdentityFile {hosts.folder / 'user'}\n", "")
+    config.write_text(first + "Host *\n" + text)
+    script = folder / "ssh"
+    script.write_text((hosts.folder / "bin" / "ssh").read_text().replace(str(hosts.folder / "config"), str(config)))
+    script.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "rolecall", "run", "rl", "--hosts", hosts_option]
+    command += [word.format(bare=bare) for word in words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == USAGE
+    (shown,) = done.stderr.splitlines()
+    assert line in shown
+    assert not (folder / "runs").exists()

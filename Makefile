@@ -32,7 +32,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-trace bench-wan bench-table peers bench-rl-quality bench-peers chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-versions simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-trace bench-wan bench-table peers bench-rl-quality bench-peers chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,10 @@ test: $(READY) $(KUBECTL) ## runs every test that needs neither Docker nor a net
 
 test-e2e: $(READY) $(KUBECTL) image ## runs the jobs in containers: needs Docker with compose, and a registry for the base image only
 	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile
+
+test-versions: $(READY) ## runs what depends on torch and Python with several of both (TORCH=nightly or TORCH=2.14.1: that one; PYTHON_VERSION=3.13)
+	$(BIN)/python -m tools.versions --pip-args "$(PIP_ARGS)" \
+	  $(if $(filter-out cpu cuda,$(TORCH)),--torch "$(TORCH)") $(if $(PYTHON_VERSION),--python "$(PYTHON_VERSION)")
 
 simulate: $(READY) ## plays 10,000 random schedules of crashes, pauses, joins and cuts (SCHEDULES=, SEED=, RANKS=200)
 	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1) --ranks $(or $(RANKS),0)

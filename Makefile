@@ -32,7 +32,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-hosts test-slurm simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-trace bench-wan bench-weights bench-table peers bench-rl-quality bench-peers chaos docs site clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-hosts test-slurm test-versions test-engines simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-trace bench-wan bench-weights bench-table peers bench-rl-quality bench-peers chaos docs site clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,16 @@ test-slurm: $(READY) ## runs jobs on a Slurm cluster of its own, as root (Debian
 
 test-hosts: $(READY) ## runs jobs on hosts by ssh: needs root, iproute2 and openssh-server, for namespaces with an sshd each
 	$(BIN)/python -m pytest tests/hosts
+
+test-versions: $(READY) ## runs what depends on torch and Python with several of both (TORCH=nightly or TORCH=2.14.1: that one; PYTHON_VERSION=3.13)
+	$(BIN)/python -m tools.versions --pip-args "$(PIP_ARGS)" \
+	  $(if $(filter-out cpu cuda,$(TORCH)),--torch "$(TORCH)") $(if $(PYTHON_VERSION),--python "$(PYTHON_VERSION)")
+
+test-engines: ## checks the files for Kubeflow Trainer and SkyPilot against these packages, installed to build/engines/
+	@test -x build/engines/bin/python || $(PYTHON) -m venv build/engines
+	build/engines/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) \
+	  pytest pyyaml skypilot 'kubeflow-trainer-api>=2.3,<3'
+	build/engines/bin/python -m pytest --noconftest --override-ini addopts= --override-ini timeout= -W ignore tests/contracts/test_engines.py
 
 simulate: $(READY) ## plays 10,000 random schedules of crashes, pauses, joins and cuts (SCHEDULES=, SEED=, RANKS=200)
 	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1) --ranks $(or $(RANKS),0)

@@ -30,6 +30,7 @@ ROOMS = (
     "tunnel",
     "wire",
     "checkpoint",
+    "weights",
     "context",
     "torch_rpc",
     "export",

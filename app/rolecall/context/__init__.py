@@ -13,4 +13,5 @@ services.py      What each worker does for its peers, whatever its role
 training.py      Rank 0's steps and checkpoints: where training resumes, when a checkpoint is due
 transport.py     What carries a group's calls: the wire, with each call counted, timed, watched and traced
 watchdog.py      Detects a worker that is stuck: in a phase, in a step, or before its training starts
+weights.py       Weights that one member publishes and others subscribe to, as a job sees them
 """

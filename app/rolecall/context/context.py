@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
@@ -21,12 +21,16 @@ from rolecall.context.queues import Queue
 from rolecall.context.services import Services
 from rolecall.context.training import Training
 from rolecall.context.watchdog import Phase, Watchdog
+from rolecall.context.weights import Publisher, Weights
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.record import rundir
 from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
 from rolecall.wire.dispatch import Dispatcher
+
+if TYPE_CHECKING:
+    import torch
 
 S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
@@ -79,6 +83,8 @@ class Context(Generic[S]):
         self.services = Services(self.group, self.progress, lambda: int(self.torch.start_store()))
         self.dispatcher = Dispatcher(self.me.name, self.services)
         self.dispatcher.offer(self.shares)
+        self.weights = Publisher(self.group, metrics)
+        self.dispatcher.offer(self.weights.service)
 
     # ---- identity and peers
 
@@ -148,6 +154,26 @@ class Context(Generic[S]):
         owner = at or self.rank0
         items = self.group.queues.open(name, maxsize) if owner.name == self.me.name else None
         return Queue(name, maxsize, items, lambda ask, end: self.group.connected.call(owner.name, ask, end))
+
+    def publish(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        version: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> int:
+        """Publishes `tensors`, such as `model.state_dict()`, as the newest version of the weights `name`; returns its
+        number, by default one more than the last. They are copied before it returns, and sent in the background. The
+        newest publication wins, whatever its number: after a restart from a checkpoint, numbers may begin anew. With
+        `dtype`, torch.bfloat16 or torch.int8 (of matrices, with a scale for each row), floating tensors travel as that
+        type. One member publishes a name. Raises UsageError for what is no strided tensor, and for another `dtype`.
+        """
+        return self.weights.publish(name, tensors, version, dtype)
+
+    def subscribe(self, name: str) -> Weights:
+        """A subscription to the weights `name`, which some member publishes sooner or later. It may be made before the
+        first generation."""
+        return self.weights.subscribe(name)
 
     def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
         """Calls `gone(name)`, from another thread, as soon as the peer `to` has ended or its connection broke. It is

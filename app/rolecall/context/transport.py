@@ -24,6 +24,9 @@ class Transport(Protocol):
     def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
         """Calls a method of the peer `to`."""
 
+    def call_unwatched(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+        """As `call`, for work in the background: it counts neither as a call of the job's, nor as what a step does."""
+
     def stream(self, to: str, request: Request, deadline: Deadline) -> Stream[Any]:
         """Calls a generator of the peer `to`."""
 
@@ -73,6 +76,10 @@ class WireTransport:
         """See `Transport.call`."""
         content, request, ended = self._begin(to, request, deadline)
         return self.wire.call(to, request, deadline, ended, content=content)
+
+    def call_unwatched(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+        """See `Transport.call_unwatched`."""
+        return self.wire.call(to, request, deadline)
 
     def stream(self, to: str, request: Request, deadline: Deadline) -> Stream[Any]:
         """See `Transport.stream`."""

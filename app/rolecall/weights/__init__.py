@@ -1,0 +1,10 @@
+"""Weights that one member publishes and others subscribe to, as versions in chunks.
+
+copies.py     The versions of one name that this process holds, complete or on their way
+encoding.py   Tensors in one buffer: where each is, in which type it travels, and back again
+exchange.py   Keeps a process's copies of a name up to date: tells rank 0 what is here, and pulls what is newer
+manifest.py   What a version consists of: its stamp, its tensors, and its chunks' digests
+plan.py       PURE: which chunk is asked of whom, and what follows if one is slow, lost or does not have it
+registry.py   At rank 0: the newest version of each name, who has all of it, and who waits for it
+service.py    What each worker does for its peers' weights
+"""

@@ -1,0 +1,194 @@
+"""The versions of one name that this process holds, complete or on their way."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from rolecall.weights.manifest import CHUNK_BYTES, Manifest, Stamp, digest_of
+
+KEPT_SECONDS = 10.0  # for which a version is kept after it came or was asked for, if it is not the newest
+KEPT_VERSIONS = 3  # at most
+KNOWN_SECONDS = 2.0  # for which a peer waits that asks for a version which this process is yet to learn of
+Runs = Sequence[tuple[int, int]]  # chunks, each run from the first one to that after its last one
+
+
+class Absent(enum.Enum):
+    """Why a holder has no answer."""
+
+    GONE = enum.auto()  # it has nothing of that version any more
+    ELSEWHERE = enum.auto()  # it gets those chunks from another reader, or not in time
+
+
+class Version:
+    """A version, in one buffer that never changes once it is complete. `has` says of each chunk whether it is there;
+    `direct`, of those that come from a member that has them, and may be waited for."""
+
+    def __init__(self, manifest: Manifest, buffer: np.ndarray, *, complete: bool) -> None:
+        self.manifest, self.buffer = manifest, buffer
+        self.data = memoryview(buffer)  # type: ignore[arg-type]  # numpy's stubs know no buffer protocol
+        self.has = bytearray(b"\1" if complete else b"\0") * manifest.chunks
+        self.direct = bytearray(manifest.chunks)
+        self.asked = time.monotonic()  # when it came, or a peer last asked for it
+
+    @property
+    def stamp(self) -> Stamp:
+        """Its stamp."""
+        return self.manifest.stamp
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks are there."""
+        return 0 not in self.has
+
+    def chunk(self, number: int) -> memoryview:
+        """The bytes of a chunk."""
+        return self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+
+    def part(self, first: int, end: int) -> memoryview:
+        """The bytes of the chunks from `first` to before `end`."""
+        return self.data[first * CHUNK_BYTES : end * CHUNK_BYTES]
+
+
+class Copies:
+    """The complete versions of `name`, the newest first, and the one that is on its way. Safe to use from several
+    threads; `changed` is its lock, which is notified of what arrives."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.changed = threading.Condition()
+        self._complete: list[Version] = []
+        self._coming: Version | None = None
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest complete version."""
+        complete = self._complete  # which is never changed, but replaced
+        return complete[0] if complete else None
+
+    def wait(self, ready: Callable[[], bool], seconds: float | None) -> bool:
+        """Waits until `ready()`, which is looked at whenever something changes. Returns False after `seconds`."""
+        with self.changed:
+            return self.changed.wait_for(ready, seconds)
+
+    def notify(self) -> None:
+        """Has those that wait look again."""
+        with self.changed:
+            self.changed.notify_all()
+
+    # ---- versions
+
+    def add(self, version: Version) -> None:
+        """A complete version is there."""
+        with self.changed:
+            if self._coming is version:
+                self._coming = None
+            version.asked = time.monotonic()
+            self._complete = sorted([version, *self._complete], key=lambda each: each.stamp, reverse=True)
+            self._drop()
+            self.changed.notify_all()
+
+    def drop_old(self) -> float | None:
+        """Drops versions that nobody asks for any more. Returns after how many seconds to look again, None if only the
+        newest is left."""
+        with self.changed:
+            return self._drop()
+
+    def _drop(self) -> float | None:
+        now, old = time.monotonic(), sorted(self._complete[1:], key=lambda each: each.asked, reverse=True)
+        kept = [each for each in old[: KEPT_VERSIONS - 1] if now - each.asked < KEPT_SECONDS]
+        self._complete = self._complete[:1] + sorted(kept, key=lambda each: each.stamp, reverse=True)
+        return min(each.asked for each in kept) + KEPT_SECONDS - now if kept else None
+
+    def begin(self, manifest: Manifest) -> Version:
+        """A version is on its way: what is here of it already is copied from the other versions."""
+        if self._coming is not None and self._coming.stamp == manifest.stamp:
+            return self._coming
+        version = Version(manifest, np.empty(manifest.nbytes, np.uint8), complete=False)
+        known = dict[bytes, memoryview]()
+        for source in self._here():
+            known |= {
+                source.manifest.digest(i): source.chunk(i) for i in range(source.manifest.chunks) if source.has[i]
+            }
+        for number in range(manifest.chunks):
+            data, target = known.get(manifest.digest(number)), version.chunk(number)
+            if data is not None and len(data) == len(target):
+                target[:] = data
+                version.has[number] = 1
+        with self.changed:
+            self._coming = version
+            self.changed.notify_all()
+        return version
+
+    def put(self, version: Version, runs: Runs, parts: Sequence[memoryview]) -> int:
+        """Chunks have arrived. Those with the digests of the manifest are kept. Returns the number of the others."""
+        wrong, arrived = 0, list[int]()
+        for (first, end), part in zip(runs, parts, strict=True):
+            for number in range(first, end):
+                start = (number - first) * CHUNK_BYTES
+                data, target = part[start : start + CHUNK_BYTES], version.chunk(number)
+                if version.has[number]:
+                    continue
+                if digest_of(data) != version.manifest.digest(number):
+                    wrong += 1
+                    continue
+                target[:] = data
+                arrived.append(number)
+        with self.changed:
+            for number in arrived:
+                version.has[number] = 1
+            self.changed.notify_all()
+        return wrong
+
+    # ---- what peers ask for
+
+    def manifest(self, stamp: Stamp) -> Manifest | Absent:
+        """The manifest of a version that is here, or on its way."""
+        with self.changed:
+            version = self._version(stamp)
+            if version is None:
+                return Absent.GONE
+            version.asked = time.monotonic()
+            return version.manifest
+
+    def get(self, stamp: Stamp, runs: Runs, seconds: float) -> list[memoryview] | Absent:
+        """The bytes of chunks. Waits for up to `seconds` for those that are on their way from a member that has them:
+        two readers never wait for each other."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self._is_new(stamp), min(seconds, KNOWN_SECONDS))
+            self.changed.wait_for(lambda: self._is_settled(stamp, runs), seconds)
+            version = self._version(stamp)
+            if version is None:
+                return Absent.ELSEWHERE if self._is_new(stamp) else Absent.GONE
+            version.asked = time.monotonic()
+            if not all(version.has[number] for number in _numbers(runs)):
+                return Absent.ELSEWHERE
+        return [version.part(first, end) for first, end in runs]
+
+    def _is_settled(self, stamp: Stamp, runs: Runs) -> bool:
+        """Whether waiting longer changes nothing."""
+        version = self._version(stamp)
+        if version is None:
+            return True
+        missing = [number for number in _numbers(runs) if not version.has[number]]
+        return not missing or not all(version.direct[number] for number in missing)
+
+    def _is_new(self, stamp: Stamp) -> bool:
+        """Whether this process is yet to learn of the version."""
+        return all(version.stamp < stamp for version in self._here())
+
+    def _version(self, stamp: Stamp) -> Version | None:
+        return next((version for version in self._here() if version.stamp == stamp), None)
+
+    def _here(self) -> list[Version]:
+        """The complete versions, and that which is on its way, the last."""
+        return [*self._complete, *([self._coming] if self._coming else [])]
+
+
+def _numbers(runs: Runs) -> Iterator[int]:
+    for first, end in runs:
+        yield from range(first, end)

@@ -1,0 +1,250 @@
+"""Keeps a process's copies of a name up to date: tells rank 0 what is here, and pulls what is newer."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rolecall.errors import CallError
+from rolecall.telemetry import log
+from rolecall.weights import plan as plans
+from rolecall.weights.copies import Absent, Copies, Runs, Version
+from rolecall.weights.manifest import Entry, Manifest, Stamp, digests_of
+from rolecall.weights.plan import Plan
+from rolecall.weights.registry import Member, Offer
+from rolecall.wire.future import Future
+from rolecall.wire.messages import Deadline, Request
+from rolecall.wire.session import Session
+
+POLL_SECONDS = 30.0  # for which rank 0 is asked for a newer version at a time
+ANSWER_SECONDS = 30.0  # for any other answer, beyond what the peer waits
+CHUNKS_SECONDS = 20.0  # for which a peer waits for chunks that it is to get
+RETRY_SECONDS = 1.0  # after a pull that nobody could serve
+LOOK_SECONDS = 0.25  # between two looks at sources that do not answer
+SESSION_SECONDS = 60.0  # of one wait for a generation
+
+
+class Connection(NamedTuple):
+    """A member's part in a generation, while it can call its peers; `call` is not watched as a part of a step."""
+
+    session: Session
+    me: Member
+    rank0: str
+    call: Callable[[str, Request, Deadline], Future[Any]]
+
+
+class Draft(NamedTuple):
+    """A publication whose digests are not computed yet."""
+
+    stamp: Stamp
+    version: int
+    entries: tuple[Entry, ...]
+    buffer: np.ndarray
+    full_nbytes: int
+
+
+class _Answer(NamedTuple):
+    request: plans.Request
+    runs: Runs
+    value: Any
+    error: BaseException | None
+
+
+class Exchange:
+    """A thread of its own for one name, as long as the process lives. `connect` waits up to some seconds for a
+    generation. Publications are made by `publish`; newer versions of others are pulled once `subscribe` was called."""
+
+    def __init__(self, copies: Copies, connect: Callable[[float], Connection | None], metrics: Any) -> None:
+        self.copies = copies
+        self._connect, self._metrics = connect, metrics
+        self._draft: Draft | None = None  # the newest, until it is a version
+        self._reads = False
+        threading.Thread(target=self._run, name=f"weights {copies.name}", daemon=True).start()
+
+    def publish(self, draft: Draft) -> None:
+        """The draft becomes the newest version, unless another one comes before its digests are computed."""
+        with self.copies.changed:
+            self._draft = draft
+            self.copies.changed.notify_all()
+
+    def subscribe(self) -> None:
+        """Newer versions are pulled from now on."""
+        with self.copies.changed:
+            self._reads = True
+            self.copies.changed.notify_all()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            self._complete_draft()
+            connection = self._connect(LOOK_SECONDS if self._draft else SESSION_SECONDS)
+            if connection is None:
+                continue
+            connection.session.on_end(self.copies.notify)
+            try:
+                self._serve(connection)
+            except Exception as error:  # CallError, or no memory; without this thread, nothing would ever arrive
+                if not connection.session.wait(RETRY_SECONDS):
+                    log().warning("weights", name=self.copies.name, problem=str(error) or type(error).__name__)
+
+    def _complete_draft(self) -> None:
+        with self.copies.changed:
+            draft, self._draft = self._draft, None
+        if draft is None:
+            return
+        digests = digests_of(memoryview(draft.buffer))  # type: ignore[arg-type]  # numpy's stubs know no buffers
+        manifest = Manifest(draft.stamp, draft.version, draft.entries, draft.buffer.nbytes, draft.full_nbytes, digests)
+        self._add(Version(manifest, draft.buffer, complete=True))
+
+    def _add(self, version: Version) -> None:
+        self.copies.add(version)
+        self._metrics.weights_version.labels(self.copies.name).set(version.manifest.version)
+
+    def _serve(self, connection: Connection) -> None:
+        """Does what there is to do until the session ends."""
+        copies, session = self.copies, connection.session
+        told: tuple[Stamp | None, bool] | None = None
+        offered: Future[Offer | None] | None = None
+        after: Stamp | None = None  # that the question is for
+        while not session.ended:
+            self._complete_draft()
+            newest, reads = copies.newest, self._reads
+            stamp = newest.stamp if newest else None
+            if told != (stamp, reads) and (stamp or reads):
+                told = (stamp, reads)
+                arguments = (copies.name, connection.me, stamp, reads)
+                self._ask(connection, connection.rank0, "weights_tell", *arguments).result()
+            if offered is not None and (offered.done() or after != stamp):
+                offer = offered.result() if offered.done() else None
+                if not offered.done():
+                    offered.cancel()
+                offered = None
+                if offer is not None and (stamp is None or offer.stamp > stamp):
+                    self._pull(connection, offer)
+                    continue
+            if reads and offered is None:
+                after = stamp
+                offered = self._ask(
+                    connection, connection.rank0, "weights_newer", copies.name, stamp, POLL_SECONDS, wait=POLL_SECONDS
+                )
+                offered.add_done_callback(lambda _: copies.notify())
+
+            def is_news(offered: Future[Any] | None = offered, before: Any = (newest, reads)) -> bool:
+                done = offered is not None and offered.done()
+                return done or session.ended or self._draft is not None or before != (copies.newest, self._reads)
+
+            copies.wait(is_news, copies.drop_old() or SESSION_SECONDS)
+
+    def _ask(self, connection: Connection, to: str, method: str, *args: Any, wait: float = 0.0) -> Future[Any]:
+        seconds = ANSWER_SECONDS + wait
+        request = Request(method, args, {}, seconds, internal=True)
+        return connection.call(to, request, Deadline(seconds, "a limit of Rolecall's"))
+
+    # ---- pulling
+
+    def _pull(self, connection: Connection, offer: Offer) -> None:
+        """Pulls a version. It goes on if a newer one is published meanwhile: otherwise a publisher that is faster than
+        the network would keep every pull from its end. Raises CallError if nobody can serve it."""
+        started, copies, me = time.monotonic(), self.copies, connection.me[0]
+        manifest = self._manifest(connection, offer)
+        version = copies.begin(manifest)
+        cells = sorted({chunk // plans.CELL_CHUNKS for chunk in range(manifest.chunks) if not version.has[chunk]})
+        plan = Plan(me, cells, offer.holders, offer.readers)
+        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        contacted, received = set[str](), 0
+        while plan.missing:
+            self._complete_draft()
+            self._mark_direct(version, plan.take_direct())
+            for request in plan.next(time.monotonic()):
+                arguments = (connection, version, request, answers)
+                if request.source in contacted:
+                    self._request(*arguments)
+                else:  # the connection to a new source may take long to make
+                    contacted.add(request.source)
+                    threading.Thread(target=self._request, args=arguments, daemon=True).start()
+            try:
+                answer = answers.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                if connection.session.ended:
+                    raise connection.session.error() from None
+                plan.look(time.monotonic())
+            else:
+                received += self._take(version, plan, answer)
+            if plan.hopeless:
+                raise CallError(f"weights {copies.name!r}: no member can send version {manifest.version} any more")
+        self._add(version)
+        metrics, name = self._metrics, copies.name
+        metrics.weights_bytes.labels(name).inc(received)
+        metrics.weights_saved_bytes.labels(name).inc(max(0, manifest.full_nbytes - received))
+        metrics.weights_seconds.labels(name).observe(time.monotonic() - started)
+
+    def _manifest(self, connection: Connection, offer: Offer) -> Manifest:
+        error: CallError | None = None
+        turn = offer.readers.index(connection.me[0]) if connection.me[0] in offer.readers else 0
+        for number in range(len(offer.holders)):
+            holder = offer.holders[(number + turn) % len(offer.holders)]
+            try:
+                manifest = self._ask(connection, holder, "weights_manifest", self.copies.name, offer.stamp).result()
+            except CallError as problem:
+                error = problem
+                continue
+            if isinstance(manifest, Manifest):
+                return manifest
+        raise error or CallError(f"weights {self.copies.name!r}: no member has the newest version any more")
+
+    def _request(
+        self, connection: Connection, version: Version, request: plans.Request, answers: queue.SimpleQueue[_Answer]
+    ) -> None:
+        runs = _missing_runs(version, request.cell)
+        arguments = (self.copies.name, version.stamp, runs, CHUNKS_SECONDS)
+        future = self._ask(connection, request.source, "weights_chunks", *arguments, wait=CHUNKS_SECONDS)
+
+        def answered(future: Any) -> None:
+            error = future.exception()
+            answers.put(_Answer(request, runs, None if error else future.result(), error))
+
+        future.add_done_callback(answered)
+
+    def _take(self, version: Version, plan: Plan, answer: _Answer) -> int:
+        """Takes an answer. Returns the bytes that it had."""
+        (source, cell), now = answer.request, time.monotonic()
+        if answer.error is not None or answer.value is Absent.GONE:
+            plan.lost(source)
+            return 0
+        if answer.value is Absent.ELSEWHERE:
+            plan.refused(source, cell, now)
+            return 0
+        parts = [memoryview(part) for part in answer.value]
+        wrong = self.copies.put(version, answer.runs, parts)
+        if wrong:
+            log().warning("weights", name=self.copies.name, problem=f"{source} sent {wrong} chunks with other digests")
+            plan.refused(source, cell, now)
+        else:
+            plan.came(source, cell, now)
+        return sum(part.nbytes for part in parts)
+
+    @staticmethod
+    def _mark_direct(version: Version, cells: Sequence[int]) -> None:
+        for cell in cells:
+            start = cell * plans.CELL_CHUNKS
+            end = min(start + plans.CELL_CHUNKS, len(version.direct))
+            version.direct[start:end] = b"\1" * (end - start)
+
+
+def _missing_runs(version: Version, cell: int) -> Sequence[tuple[int, int]]:
+    """The chunks of a cell that are not there."""
+    runs = list[tuple[int, int]]()
+    start = cell * plans.CELL_CHUNKS
+    for chunk in range(start, min(start + plans.CELL_CHUNKS, version.manifest.chunks)):
+        if not version.has[chunk]:
+            if runs and runs[-1][1] == chunk:
+                runs[-1] = (runs[-1][0], chunk + 1)
+            else:
+                runs.append((chunk, chunk + 1))
+    return runs

@@ -1,0 +1,97 @@
+"""At rank 0: the newest version of each name, who has all of it, and who waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rolecall.weights.manifest import Stamp
+
+GATHER_SECONDS = 0.1  # from when a name is known until its first version is offered: readers of one time share it
+Member = tuple[str, int]  # its name, and the number of its part in the generation
+
+
+class Offer(NamedTuple):
+    """A version that is there: `holders` have all of it, the publisher first if it is one of them. `readers` did not
+    have it when it was offered first: each pulls its share from a holder, and the other shares from the other readers.
+    """
+
+    stamp: Stamp
+    holders: tuple[str, ...]
+    readers: tuple[str, ...]
+
+
+@dataclass
+class _Name:
+    held: dict[Member, Stamp] = field(default_factory=dict)  # the newest complete version of each
+    readers: dict[Member, None] = field(default_factory=dict)
+    offered: Stamp | None = None  # the newest version that was offered
+    sharing: tuple[Member, ...] = ()  # the readers at that time who did not have it
+    since: float = 0.0  # by the loop's clock
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+
+
+class Registry:
+    """Used in one event loop. `present` returns the members of the generation that are not lost."""
+
+    def __init__(self, present: Callable[[], set[Member]]) -> None:
+        self._present = present
+        self._names: dict[str, _Name] = {}
+
+    def tell(self, name: str, member: Member, stamp: Stamp | None, reads: bool) -> None:
+        """A member has all of the version `stamp`, if it is not None, and waits for newer ones if it `reads`."""
+        known = self._name(name)
+        if reads:
+            known.readers[member] = None
+        if stamp is None:
+            known.held.pop(member, None)
+            return
+        newest = self._newest(known)
+        known.held[member] = stamp
+        if newest is None or stamp > newest:
+            waiting, known.waiting = known.waiting, []
+            for waiter in waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def newer(self, name: str, after: Stamp | None, seconds: float) -> Offer | None:
+        """The newest version, if it is newer than `after`; waits for one for up to `seconds`."""
+        known = self._name(name)
+        newest = self._newest(known)
+        if newest is None or (after is not None and newest <= after):
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            known.waiting.append(waiter)
+            try:
+                async with asyncio.timeout(seconds):
+                    await waiter
+            except TimeoutError:
+                return None
+            finally:
+                if waiter in known.waiting:
+                    known.waiting.remove(waiter)
+        if (seconds := known.since + GATHER_SECONDS - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(seconds)
+        newest = self._newest(known)
+        return self._offer(known, newest) if newest else None
+
+    def _name(self, name: str) -> _Name:
+        if name not in self._names:
+            self._names[name] = _Name(since=asyncio.get_running_loop().time())
+        return self._names[name]
+
+    def _newest(self, known: _Name) -> Stamp | None:
+        """The newest version that a member has which is still there."""
+        present = self._present()
+        return max((stamp for member, stamp in known.held.items() if member in present), default=None)
+
+    def _offer(self, known: _Name, stamp: Stamp) -> Offer:
+        present = self._present()
+        if known.offered != stamp:
+            known.offered = stamp
+            known.sharing = tuple(sorted(each for each in known.readers if known.held.get(each) != stamp))
+        holders = [member[0] for member, held in known.held.items() if held == stamp and member in present]
+        holders.sort(key=lambda name: (name != stamp.publisher, name))
+        readers = [member[0] for member in known.sharing if member in present]
+        return Offer(stamp, tuple(holders), tuple(readers))

@@ -1,0 +1,253 @@
+"""Teaches a small language model sums: by examples, then by reward (GRPO). Any process may be killed at any time.
+
+rolecall run examples/grpo.py --generators 2 --rewards 2
+rolecall run examples/grpo.py --staleness 0         # synchronous: generators wait for the weights of each update
+rolecall run examples/grpo.py --model hf:DIRECTORY  # a Hugging Face model in the place of the small one
+rolecall eval examples/grpo.py --checkpoint runs/grpo-...
+"""
+
+import queue
+import random
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, Literal, TypedDict
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from rolecall import Context, FromUser, Job, Queue, Role, Settings, remote
+
+
+class Grpo(Settings):
+    generators: int = Field(2, ge=1, le=64, description="generators that a start waits for")
+    rewards: int = Field(2, ge=1, le=64, description="reward workers that a start waits for")
+    model: Annotated[str, FromUser(unless="toy")] = Field("toy", description="toy, or hf:DIRECTORY of a causal model")
+    engine: Literal["torch", "vllm"] = Field("torch", description="what generators sample with")
+    width: int = Field(128, ge=8, multiple_of=4, description="width of the toy model")
+    digits: int = Field(2, ge=2, le=3, description="digits of the numbers that are added")
+    taught: float = Field(0.3, ge=0, le=1, description="accuracy at which the learning from examples ends")
+    goal: float = Field(0.9, ge=0, description="accuracy at which the job ends; over 1: never")
+    updates: int = Field(1000, ge=1, description="optimizer steps, of both kinds, after which the job ends")
+    groups: int = Field(32, ge=1, description="prompts of an update, of all generators together")
+    group: int = Field(8, ge=2, description="answers to a prompt")
+    staleness: int = Field(4, ge=0, description="versions that samples may be behind; 0: generators wait for weights")
+    buffer: int = Field(2, ge=1, description="batches in the queue before generators wait")
+    lr: float = Field(1e-3, gt=0, le=1, description="learning rate for examples")
+    reward_lr: float = Field(3e-4, gt=0, le=1, description="learning rate for rewards")
+
+
+def sums(digits: int) -> tuple[list[str], list[str]]:
+    """The prompts to learn from, and 512 held out, on which the accuracy is measured."""
+    prompts = [f"{a:0{digits}}+{b:0{digits}}=" for a in range(10**digits) for b in range(10**digits)]
+    random.Random(0).shuffle(prompts)
+    return prompts[512:], prompts[:512]
+
+
+def solve(prompt: str) -> str:
+    return str(sum(map(int, prompt.rstrip("=").split("+"))))
+
+
+class Policy(nn.Module, ABC):
+    """A language model, from tokens [n, length] to logits [n, length, vocabulary], and its encoding of text."""
+
+    end: int  # the token after an answer
+    pad: int  # the token before a prompt that is shorter than others
+
+    @abstractmethod
+    def encode(self, texts: list[str], answers: bool = False) -> Tensor:
+        """Prompts, padded on the left; or answers, followed by ends."""
+
+    @abstractmethod
+    def decode(self, answers: Tensor) -> list[str]:
+        """The texts up to the first end."""
+
+    @torch.no_grad()
+    def sample(self, prompts: list[str], group: int, most: int, greedy: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens of the prompts, of `group` answers to each, and the log probabilities of those."""
+        asked = self.encode(prompts).to(next(self.parameters()).device).repeat_interleave(group, 0)
+        answers, logprobs = asked[:, :0], asked[:, :0].float()
+        for _ in range(most):
+            scores = self(torch.cat([asked, answers], 1))[:, -1].log_softmax(-1)
+            token = scores.argmax(-1, keepdim=True) if greedy else scores.exp().multinomial(1)
+            answers, logprobs = torch.cat([answers, token], 1), torch.cat([logprobs, scores.gather(1, token)], 1)
+        return asked.cpu(), answers.cpu(), logprobs.cpu()
+
+    def judge(self, prompts: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+        """The log probabilities of the answers' tokens, and which of these are not after the end."""
+        tokens = torch.cat([prompts, answers], 1).to(next(self.parameters()).device)
+        scores, answers = self(tokens[:, :-1]).log_softmax(-1), tokens[:, prompts.shape[1] :]
+        ends = (answers == self.end).long()
+        return scores[:, -answers.shape[1] :].gather(2, answers[..., None])[..., 0], ends.cumsum(1) - ends == 0
+
+
+class Toy(Policy):
+    """A transformer over characters, which writes an answer from its last digit on: carries come first."""
+
+    alphabet = "0123456789+=\n"
+    end, pad = alphabet.index("\n"), alphabet.index("0")
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 5, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.characters, self.places = nn.Embedding(len(self.alphabet), width), nn.Embedding(16, width)
+        self.head = nn.Linear(width, len(self.alphabet))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device)
+        x = self.layers(self.characters(tokens) + self.places.weight[:length], mask, is_causal=True)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def encode(self, texts: list[str], answers: bool = False) -> Tensor:
+        length = max(map(len, texts)) + answers
+        filled = [text[::-1].ljust(length, "\n") if answers else text.rjust(length, "0") for text in texts]
+        return torch.tensor([[self.alphabet.index(character) for character in text] for text in filled])
+
+    def decode(self, answers: Tensor) -> list[str]:
+        return ["".join(self.alphabet[token] for token in row).partition("\n")[0][::-1] for row in answers.tolist()]
+
+
+def build(settings: Grpo, sampling: bool = False) -> Policy:
+    if (settings.model, settings.engine) == ("toy", "torch"):
+        return Toy(settings.width)
+    import grpo_models
+
+    return grpo_models.build(settings, sampling)
+
+
+class Batch(TypedDict):
+    """What a generator sampled: a group of answers to each of n prompts, one group after the other."""
+
+    prompts: Tensor
+    answers: Tensor
+    logprobs: Tensor
+    rewards: Tensor  # [n, group]
+    version: int  # of the weights
+
+
+def example_loss(policy: Policy, prompts: list[str]) -> Tensor:
+    answers = policy.encode([solve(prompt) for prompt in prompts], answers=True)
+    logprobs, mask = policy.judge(policy.encode(prompts), answers)
+    return -logprobs[mask].mean()
+
+
+def reward_loss(policy: Policy, batch: Batch, clip: float = 0.2) -> Tensor:
+    logprobs, mask = policy.judge(batch["prompts"], batch["answers"])
+    rewards = batch["rewards"].to(logprobs.device)
+    gains = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+    ratio = (logprobs - batch["logprobs"].to(logprobs.device)).exp()
+    return -torch.min(ratio * gains, ratio.clamp(1 - clip, 1 + clip) * gains)[mask].mean()
+
+
+def accuracy(policy: Policy, digits: int) -> float:
+    prompts = sums(digits)[1]
+    texts = policy.decode(policy.sample(prompts, 1, digits + 2, greedy=True)[1])
+    return sum(text == solve(prompt) for prompt, text in zip(prompts, texts, strict=True)) / len(prompts)
+
+
+# region workers
+class Reward:
+    """Checks answers."""
+
+    def __init__(self, context: Context[Grpo]) -> None:  # load a model that judges, or start a sandbox, here
+        pass
+
+    @remote(idempotent=True)  # if this worker is lost, another one is asked
+    def check(self, prompts: list[str], answers: list[str]) -> list[float]:
+        return [float(answer == solve(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+class Generator:
+    """Samples batches with the newest weights that are here."""
+
+    def __init__(self, context: Context[Grpo]) -> None:  # once a process, which stays if the learner is lost
+        self.context, self.policy = context, build(context.settings, sampling=True).to(context.device)
+        self.weights, self.version = context.subscribe("policy"), 0
+
+    def run(self) -> None:  # ends with a PeerLostError if the learner is lost; called again once that is back
+        context, settings = self.context, self.context.settings
+        batches: Queue[Batch] = context.queue("batches", settings.buffer)
+        known, _ = sums(settings.digits)
+        while True:
+            self.weights.wait(settings.phase_timeout, new=settings.staleness == 0)
+            if self.weights.new:
+                self.version, tensors = self.weights.tensors()
+                self.policy.load_state_dict(tensors)
+            asked = random.choices(known, k=max(1, settings.groups // len(context.peers("generator"))))
+            prompts, answers, logprobs = self.policy.sample(asked, settings.group, settings.digits + 2)
+            texts, repeated = self.policy.decode(answers), [prompt for prompt in asked for _ in range(settings.group)]
+            rewards = torch.tensor(context.call_any(Reward.check, repeated, texts).result()).view(-1, settings.group)
+            batch = Batch(prompts=prompts, answers=answers, logprobs=logprobs, rewards=rewards, version=self.version)
+            batches.put(batch)
+
+
+# endregion
+# region learner
+def learner(context: Context[Grpo]) -> dict[str, float]:  # rank 0
+    settings, policy = context.settings, build(context.settings).to(context.device)
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95))
+    batches: Queue[Batch] = context.queue("batches", settings.buffer)
+    counts, known = {"score": 0.0, "best": 0.0, "tokens": 0, "stale": 0}, sums(settings.digits)[0]
+    state = context.restore({"policy": policy, "optimizer": optimizer, "batches": batches, **counts})
+    for update in context.steps(settings.updates, until=lambda: state["score"] >= settings.goal, goal=settings.goal):
+        if state["best"] >= settings.taught:
+            context.publish("policy", policy.state_dict(), version=update - 1)
+            if not (taken := take(context, batches, update - 1, state)):
+                context.redo()  # the job ends, and generators have left
+                continue
+            loss = torch.stack([reward_loss(policy, batch) for batch in taken]).mean()
+            rate, age = settings.reward_lr, sum(update - 1 - batch["version"] for batch in taken) / len(taken)
+            reward = torch.cat([batch["rewards"] for batch in taken]).mean().item()
+            context.log(reward=reward, age=age, stale=state["stale"])
+        else:
+            loss = example_loss(policy, random.choices(known, k=settings.groups * settings.group))
+            rate = settings.lr * min(1, update / 20)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        context.require_finite(loss.item(), norm.item(), hint="the loss is not finite; lower LR and REWARD_LR")
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        context.log(loss=loss.item(), done=state["tokens"])
+        if update % 10 == 0:
+            with context.evaluating():
+                state["score"] = accuracy(policy, settings.digits)
+            state["best"] = max(state["best"], state["score"])
+            context.log(score=state["score"])
+    return {name: state[name] for name in counts}
+
+
+def take(context: Context[Grpo], batches: Queue[Batch], version: int, counts: dict[str, Any]) -> list[Batch]:
+    """A batch for each generator, of those that are not too old for weights of `version`."""
+    taken = list[Batch]()
+    while len(taken) < max(1, len(context.peers("generator"))) and not context.draining:
+        try:
+            batch = batches.get(timeout=1.0)
+        except queue.Empty:  # generators load, or were lost
+            continue
+        if version - batch["version"] > context.settings.staleness:
+            counts["stale"] += 1
+        else:
+            taken.append(batch)
+            counts["tokens"] += batch["answers"].numel()
+    return taken
+
+
+# endregion
+
+
+def evaluate(settings: Grpo, state: dict[str, Any]) -> dict[str, float]:
+    policy = build(settings)
+    policy.load_state_dict(state["policy"])
+    return {"accuracy": accuracy(policy, settings.digits)}
+
+
+JOB = Job(
+    [Role("learner", learner), Role("generator", Generator, "generators", 1), Role("reward", Reward, "rewards", 1)],
+    settings=Grpo,
+    evaluate=evaluate,
+    score="accuracy",
+    unit="tokens",
+    pinned=["model", "width", "digits"],
+)

@@ -1,13 +1,13 @@
 """Reinforcement learning of a language model, with kills, beside a single process, and beside peers: `make bench-llm`.
 
-The program is examples/grpo.py, a small model that learns sums on the CPU. Three parts:
+The program is examples/grpo.py: a small model learns sums on the CPU. Three parts:
 
-kills  one run undisturbed, and one in which a random worker is killed every KILL_SECONDS, with SPARES=1 both: updates a
-       second, accuracy after as many updates, and how often a generator loaded its model because of another's death
-rates  tokens a second with 1, 2 and 4 generators, synchronous and asynchronous, and of one process that samples, checks
-       and learns in turn (local_grpo.py), with 1 and 2 threads
-peers  the same on Ray's and Monarch's actors (peers/grpo_ray.py, peers/grpo_monarch.py): tokens a second, lines of code, and
-       what happens once a generator, a reward worker or the learner is killed
+kills   one run undisturbed, and one in which a random worker is killed every KILL_SECONDS, both with SPARES=1: updates
+        a second, accuracy after as many updates, and how often a generator loads its model because of another's death
+rates   tokens a second with 1, 2 and 4 generators, synchronous and asynchronous, and of one process that samples,
+        checks and learns in turn (local_grpo.py), with 1 and 2 threads
+peers   beside the same on Ray's and Monarch's actors (peers/grpo_ray.py, peers/grpo_monarch.py), after `make peers`:
+        tokens a second, lines of code, and what happens after a generator, a reward worker or the learner is killed
 
 Tokens are those of completions that updates learned from. With BENCH_JSON=FILE each figure is written as it comes.
 """
@@ -40,7 +40,15 @@ THREADS = (1, 2)  # of the single process
 UNBOUNDED = {"UPDATES": 10**6, "GOAL": 2.0}  # no run ends by itself
 CHECKPOINT_SECONDS = 1.0  # between checkpoints, for all systems
 GENERATORS, REWARDS = 2, 2
-VICTIMS = {"generator": "a generator is killed", "reward": "a reward worker is killed", "learner": "the learner is killed"}
+VICTIMS = {
+    "generator": "a generator is killed",
+    "reward": "a reward worker is killed",
+    "learner": "the learner is killed",
+}
+COMMON: dict[str, object] = {
+    "CHECKPOINT_INTERVAL": CHECKPOINT_SECONDS, "GENERATORS": GENERATORS, "REWARDS": REWARDS, **UNBOUNDED,
+}  # fmt: skip
+AT_ONCE = {**COMMON, "TAUGHT": 0.0}  # without a supervised phase: rates do not depend on what the model knows
 PARTS = ("kills", "rates", "peers")
 On = Callable[[str], None]
 
@@ -154,10 +162,6 @@ class Measured:
 # ---- the parts
 
 
-def settings(**more: object) -> dict[str, object]:
-    return {"CHECKPOINT_INTERVAL": CHECKPOINT_SECONDS, "GENERATORS": GENERATORS, "REWARDS": REWARDS, **UNBOUNDED, **more}
-
-
 class Bench:
     """One run of the parts `only`, with the seed `seed` of the kills."""
 
@@ -197,7 +201,7 @@ class Bench:
     # ---- kills
 
     def _undisturbed(self, on: On) -> str:
-        with llm_runs.run(llm_runs.ours(), **settings(SPARES=1)) as run:
+        with llm_runs.run(llm_runs.ours(), **COMMON, SPARES=1) as run:
             first = self._settled(run, on)
             on("no kills")
             run.sleep(self._scale.calm_seconds)
@@ -214,7 +218,7 @@ class Bench:
             raise RuntimeError("there is no undisturbed run to compare with")
         members = [("generator", number) for number in range(GENERATORS)]
         members += [("reward", number) for number in range(REWARDS)] + [("learner", 0)]
-        with llm_runs.run(llm_runs.ours(), **settings(SPARES=1)) as run:
+        with llm_runs.run(llm_runs.ours(), **COMMON, SPARES=1) as run:
             first = self._settled(run, on)
             victims: list[tuple[str, int]] = []
             while time.monotonic() < first + self._scale.kills_seconds:
@@ -257,10 +261,10 @@ class Bench:
     # ---- rates
 
     def _rate(self, mode: str, generators: int) -> Callable[[On], str]:
-        more = {"STALENESS": 0} if mode == "synchronous" else {}
+        more = {"GENERATORS": generators, **({"STALENESS": 0} if mode == "synchronous" else {})}
 
         def measure(on: On) -> str:
-            with llm_runs.run(llm_runs.ours(), **settings(GENERATORS=generators, **more)) as run:
+            with llm_runs.run(llm_runs.ours(), **{**AT_ONCE, **more}) as run:
                 rate = self._tokens_per_second(run, on)
             self.measured.rates.setdefault(mode, {})[generators] = rate
             return f"{rate:,.0f} tokens/s"
@@ -269,14 +273,14 @@ class Bench:
 
     def _single(self, threads: int) -> Callable[[On], str]:
         def measure(on: On) -> str:
-            with llm_runs.run(llm_runs.single(), **settings(OMP_NUM_THREADS=threads)) as run:
+            with llm_runs.run(llm_runs.single(), **AT_ONCE, OMP_NUM_THREADS=threads) as run:
                 rate = self.measured.single[threads] = self._tokens_per_second(run, on)
             return f"{rate:,.0f} tokens/s"
 
         return measure
 
     def _tokens_per_second(self, run: Run, on: On) -> float:
-        on("supervised phase")
+        on("members load")
         run.begun()
         on("updates")
         run.sleep(self._scale.warm_seconds)
@@ -291,11 +295,11 @@ class Bench:
 
         def measure(on: On) -> str:
             peer = self.measured.peers.setdefault(name, Peer(llm_lines.of(name)))
-            with llm_runs.run(SYSTEMS[name].command(), **settings()) as run:
+            with llm_runs.run(SYSTEMS[name].command(), **AT_ONCE) as run:
                 if peer.tokens_per_s is None:
                     peer.tokens_per_s = self._tokens_per_second(run, on)
                 else:
-                    on("supervised phase")
+                    on("members load")
                     run.begun()
                     run.sleep(self._scale.warm_seconds)
                 on(VICTIMS[role])

@@ -32,9 +32,9 @@ log, restore = Context.log, Context.restore
 def logged(self: Context[Any], *arguments: Any, **values: Any) -> None:
     log(self, *arguments, **values)
     if values.get("done"):  # tokens: an update by reward
-        llm_events.updated(self.step, values["done"])
+        llm_events.updated(self.step + 1, values["done"])
     if "score" in values:
-        llm_events.scored(self.step, values["score"])
+        llm_events.scored(self.step + 1, values["score"])
 
 
 def restored(self: Context[Any], *arguments: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
 """What the programs of bench_llm.py report: lines of JSON that all their processes append to the file BENCH_EVENTS.
 
-Rolecall's job, the single process and the peers' programs report the same: an `Update` for each update of the policy, and
-a `Member` for each object of a role that a process has made, and again once it is in use. Scores come apart.
+Rolecall's job, the single process and the peers' programs report the same: an `Update` for each update by reward, a
+`Score` for each accuracy, and a `Member` for each object of a role that was made, and again once it is in use.
 """
 
 from __future__ import annotations

@@ -141,4 +141,3 @@ def _end(started: subprocess.Popen[bytes]) -> None:
     for each in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
-

@@ -1,15 +1,14 @@
 """examples/grpo.py on Monarch: its model, sums and loss; actors in place of roles, and a controller between them.
 
-Each member is an actor in a process of its own. The controller owns them: it is told of failures (`__supervise__`), which
-it handles in that their calls raise SupervisionError, upon which it spawns the member anew, as Monarch's guide to
-actors and torchft's example of it do. The learner's constructor loads the checkpoint that its last process has written.
-If the controller dies, all is over.
+Each member is an actor in a process of its own. The controller owns them, and handles their failures (`__supervise__`),
+as Monarch's guide to actors shows: a call of a member that has failed raises SupervisionError, and the controller
+spawns another one. The learner's constructor loads the checkpoint that its last process has written. If the controller
+dies, the run ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from pathlib import Path
@@ -113,7 +112,7 @@ class Learner(Actor):
         self.saved, temporary = time.monotonic(), Path(f"{self.path}.new")
         state = {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(), "counts": self.counts}
         torch.save(state, temporary)
-        os.replace(temporary, self.path)
+        temporary.replace(self.path)
 
 
 class Controller(Actor):
@@ -125,7 +124,7 @@ class Controller(Actor):
         self.batches = asyncio.Queue[Batch](settings.buffer)
 
     def __supervise__(self, failure: MeshFailure) -> bool:
-        return True  # whoever calls what has failed spawns it anew
+        return True  # handled: the call that fails spawns the member anew
 
     def make(self, kind: type[Actor], *arguments: Any) -> Any:
         return this_host().spawn_procs(per_host={"procs": 1}).spawn(kind.__name__.lower(), kind, *arguments)

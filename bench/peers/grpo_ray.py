@@ -1,14 +1,13 @@
 """examples/grpo.py on Ray: its model, sums and loss; actors in place of roles, and this process between them.
 
-Every actor is restarted (`max_restarts`), and its call is made again (`max_task_retries`), as Ray's documentation of
-actors' fault tolerance shows. The learner's constructor loads the checkpoint that its last process has written. If this
-process dies, all is over.
+Ray restarts every actor (`max_restarts`), and makes its call again (`max_task_retries`), as the page on actors' fault
+tolerance shows. Of reward workers, another one is asked. The learner's constructor loads the checkpoint that its last
+process has written. If this process dies, the run ends.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import random
 import time
 from collections import deque
@@ -118,7 +117,7 @@ class Learner:
         self.saved, temporary = time.monotonic(), Path(f"{self.path}.new")
         state = {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(), "counts": self.counts}
         torch.save(state, temporary)
-        os.replace(temporary, self.path)
+        temporary.replace(self.path)
 
 
 def main() -> None:

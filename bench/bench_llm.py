@@ -29,7 +29,7 @@ from rich.table import Table
 
 from bench import command, llm_lines, llm_runs
 from bench.display import Display
-from bench.llm_events import accuracy, between, reloads_of_others, tokens_per_second, updates_per_second
+from bench.llm_events import Member, accuracy, between, reloads_of_others, tokens_per_second, updates_per_second
 from bench.llm_runs import Run
 
 KILL_SECONDS = 20.0
@@ -163,10 +163,10 @@ class Measured:
 
 
 class Bench:
-    """One run of the parts `only`, with the seed `seed` of the kills."""
+    """The parts `only`, the last one with these systems."""
 
     def __init__(self, only: list[str], systems: list[str], quick: bool, console: Console) -> None:
-        self._only, self._quick, self._console = only, quick, console
+        self._only, self._console = only, console
         self._scale = QUICK if quick else FULL
         self.measured = Measured()
         self._systems = []
@@ -255,7 +255,8 @@ class Bench:
         return time.monotonic()
 
     @staticmethod
-    def _loads(run: Run, first: float) -> list[Any]:
+    def _loads(run: Run, first: float) -> list[Member]:
+        """The models that generators have loaded since."""
         return [load for load in run.events.loads("generator") if load.at > first]
 
     # ---- rates

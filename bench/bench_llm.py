@@ -31,6 +31,7 @@ from bench import command, llm_lines, llm_runs
 from bench.display import Display
 from bench.llm_events import Member, accuracy, between, reloads_of_others, tokens_per_second, updates_per_second
 from bench.llm_runs import Run
+from bench.peers import process
 
 KILL_SECONDS = 20.0
 SETTLE_SECONDS = 30.0  # for the last killed member's spare to load
@@ -171,7 +172,7 @@ class Bench:
         self.measured = Measured()
         self._systems = []
         for name in systems if "peers" in only else ():
-            if (group := SYSTEMS[name].group) and (problem := llm_runs.process.missing(group)):
+            if (group := SYSTEMS[name].group) and (problem := process.missing(group)):
                 self.measured.left_out[name] = problem
                 console.print(f"left out: {problem}", markup=False, highlight=False)
             else:

@@ -38,7 +38,7 @@ def count(source: str, names: Collection[str] | None = None) -> int:
         if names is None or (here := _names(statement) & set(names)):
             defined |= here if names is not None else set()
             first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))])
-            chosen |= set(range(first, statement.end_lineno + 1)) - _texts(statement)
+            chosen |= set(range(first, (statement.end_lineno or first) + 1)) - _texts(statement)
     if missing := set(names or ()) - defined:
         raise ValueError(f"not defined: {', '.join(sorted(missing))}")
     lines = source.splitlines()

@@ -32,7 +32,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-llm bench-trace bench-wan bench-table peers bench-rl-quality bench-peers chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-llm bench-trace bench-wan bench-weights bench-table peers bench-rl-quality bench-peers chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -229,6 +229,9 @@ bench-llm: $(READY) ## measures reinforcement learning of a language model: with
 
 bench-trace: $(READY) ## measures what traces cost: off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
 	$(BIN)/python -m bench.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
+
+bench-weights: $(READY) ## measures how soon published weights reach 8 readers on links of their own, as root (10 minutes; BENCH_JSON=FILE LINKS=1gbit,100mbit ROUNDS=3 ARGS="--quick")
+	$(BIN)/python -m bench.bench_weights --rounds $(or $(ROUNDS),3) $(if $(LINKS),--links "$(LINKS)") $(ARGS)
 
 bench-wan: $(READY) ## measures the modes of ps on slow links, as root: bytes, rates, time to sync's accuracy (hours in full; BENCH_JSON=FILE; parts by TASKS=digits MODES=sync,local-int4 LINKS=20mbit SEEDS=1-5 ONLY=rate)
 	$(BIN)/python -m bench.bench_wan $(if $(TASKS),--tasks "$(TASKS)") $(if $(MODES),--modes "$(MODES)") \

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from bench import command, llm_lines, llm_runs
 from bench.display import Display
-from bench.llm_events import Member, accuracy, between, reloads_of_others, tokens_per_second, updates_per_second
+from bench.llm_events import Member, Update, accuracy, between, reloads_of_others, tokens_per_second, updates_per_second
 from bench.llm_runs import Run
 from bench.peers import process
 
@@ -38,6 +38,7 @@ SETTLE_SECONDS = 30.0  # for the last killed member's spare to load
 GOODPUT = 0.95
 OVER_SINGLE = 0.9
 THREADS = (1, 2)  # of the single process
+MIN_UPDATES = 5  # of which a rate is measured
 UNBOUNDED = {"UPDATES": 10**6, "GOAL": 2.0}  # no run ends by itself
 CHECKPOINT_SECONDS = 1.0  # between checkpoints, for all systems
 GENERATORS, REWARDS = 2, 2
@@ -288,7 +289,12 @@ class Bench:
         run.sleep(self._scale.warm_seconds)
         first = time.monotonic()
         run.sleep(self._scale.rate_seconds)
-        return tokens_per_second(between(run.updates, first, time.monotonic()))
+
+        def enough() -> list[Update] | None:
+            updates = between(run.updates, first, time.monotonic())
+            return updates if len(updates) >= MIN_UPDATES else None
+
+        return tokens_per_second(run.until(enough, llm_runs.START_SECONDS, f"{MIN_UPDATES} updates"))
 
     # ---- peers
 

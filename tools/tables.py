@@ -35,6 +35,7 @@ ROOMS = (
     "tunnel",
     "wire",
     "checkpoint",
+    "weights",
     "context",
     "torch_rpc",
     "jobs",

@@ -15,7 +15,6 @@ from rolecall.weights import encoding
 from rolecall.weights.copies import Copies, Version
 from rolecall.weights.exchange import Connection, Draft, Exchange
 from rolecall.weights.manifest import Entry, Stamp
-from rolecall.weights.registry import Member
 from rolecall.weights.service import WeightsService
 
 
@@ -87,10 +86,8 @@ class Weights:
         absent = [key for key in wanted if key not in entries]
         extra = [key for key in entries if key not in wanted] if is_module else []
         if absent or extra:
-            which = ", ".join(
-                [*(f"{key!r} (not published)" for key in absent), *(f"{key!r} (not here)" for key in extra)]
-            )
-            raise UsageError(f"weights {self.name!r}: other tensors were published than the target has: {which}")
+            names = [*(f"{key!r} (not published)" for key in absent), *(f"{key!r} (not in it)" for key in extra)]
+            raise UsageError(f"weights {self.name!r}: the target has other tensors: {', '.join(names)}")
         for key, tensor in wanted.items():
             if tuple(tensor.shape) != entries[key].shape:
                 raise UsageError(
@@ -104,10 +101,10 @@ class Publisher:
     """The weights that this member publishes and subscribes to, by name. `service` has what is here."""
 
     def __init__(self, group: Group, metrics: Any) -> None:
-        self.service = WeightsService(self._present)
+        self.service = WeightsService(self._parts)
         self._group, self._metrics = group, metrics
         self._exchanges: dict[str, Exchange] = {}
-        self._published: dict[str, Draft] = {}  # the last of each name
+        self._published: dict[str, int] = {}  # the last version of each name
         self._lock = threading.Lock()
 
     def publish(
@@ -115,22 +112,16 @@ class Publisher:
     ) -> int:
         """See `Context.publish`."""
         entries, nbytes = encoding.layout(name, tensors, dtype)
-        buffer = np.empty(nbytes, np.uint8)
+        buffer = np.zeros(nbytes, np.uint8)  # what is between tensors counts in the digests
         encoding.write(tensors, entries, buffer)
         full = sum(entry.numel * entry.dtype.itemsize for entry in entries)
         exchange = self._exchange(name)
         with self._lock:
-            last, newest = self._published.get(name), exchange.copies.newest
-            part = self._group.newest
-            generation, join = (part.generation, part.me.join) if part else (0, 0)
-            number = last.stamp.number + 1 if last else 1
-            if version is None:
-                known = [last.version] if last else [newest.manifest.version] if newest else []
-                version = max(known, default=0) + 1
-            draft = Draft(Stamp(generation, join, number, self._group.me.name), int(version), entries, buffer, full)
-            self._published[name] = draft
-            exchange.publish(draft)
-        return draft.version
+            newest = exchange.copies.newest
+            last = self._published.get(name, newest.manifest.version if newest else 0)
+            version = self._published[name] = last + 1 if version is None else int(version)
+            exchange.publish(Draft(version, entries, buffer, full))
+        return version
 
     def subscribe(self, name: str) -> Weights:
         """See `Context.subscribe`."""
@@ -153,5 +144,6 @@ class Publisher:
         me, transport = self._group.me, opened.transport
         return Connection(opened.session, (me.name, me.join), self._group.members[0].name, transport.call_unwatched)
 
-    def _present(self) -> set[Member]:
-        return {(peer.name, peer.join) for peer in self._group.members if peer.name not in self._group.lost}
+    def _parts(self) -> dict[str, int]:
+        lost = self._group.lost
+        return {peer.name: peer.join + (peer.name in lost) for peer in self._group.members}

@@ -1,4 +1,4 @@
-"""Weights that one member publishes and others subscribe to, as versions in chunks.
+"""Published weights: versions in chunks, which readers pull from whoever has them.
 
 copies.py     The versions of one name that this process holds, complete or on their way
 encoding.py   Tensors in one buffer: where each is, in which type it travels, and back again

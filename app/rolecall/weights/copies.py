@@ -107,6 +107,7 @@ class Copies:
     def begin(self, manifest: Manifest) -> Version:
         """A version is on its way: what is here of it already is copied from the other versions."""
         if self._coming is not None and self._coming.stamp == manifest.stamp:
+            self._coming.direct = bytearray(manifest.chunks)
             return self._coming
         version = Version(manifest, np.empty(manifest.nbytes, np.uint8), complete=False)
         known = dict[bytes, memoryview]()

@@ -37,11 +37,15 @@ class Connection(NamedTuple):
     rank0: str
     call: Callable[[str, Request, Deadline], Future[Any]]
 
+    def ask(self, to: str, method: str, *args: Any, wait: float = 0.0) -> Future[Any]:
+        """Calls one of the services for weights of the peer `to`, which may wait so long before it answers."""
+        seconds = ANSWER_SECONDS + wait
+        return self.call(to, Request(method, args, {}, seconds, internal=True), Deadline(seconds))
+
 
 class Draft(NamedTuple):
-    """A publication whose digests are not computed yet."""
+    """A publication without digests and stamp."""
 
-    stamp: Stamp
     version: int
     entries: tuple[Entry, ...]
     buffer: np.ndarray
@@ -57,7 +61,7 @@ class _Answer(NamedTuple):
 
 class Exchange:
     """A thread of its own for one name, as long as the process lives. `connect` waits up to some seconds for a
-    generation. Publications are made by `publish`; newer versions of others are pulled once `subscribe` was called."""
+    generation. Newer versions of others are pulled once `subscribe` was called."""
 
     def __init__(self, copies: Copies, connect: Callable[[float], Connection | None], metrics: Any) -> None:
         self.copies = copies
@@ -67,7 +71,7 @@ class Exchange:
         threading.Thread(target=self._run, name=f"weights {copies.name}", daemon=True).start()
 
     def publish(self, draft: Draft) -> None:
-        """The draft becomes the newest version, unless another one comes before its digests are computed."""
+        """The draft becomes the newest version, unless another one follows at once."""
         with self.copies.changed:
             self._draft = draft
             self.copies.changed.notify_all()
@@ -81,30 +85,44 @@ class Exchange:
     # ---- the thread
 
     def _run(self) -> None:
+        session: Session | None = None
         while True:
-            self._complete_draft()
-            connection = self._connect(LOOK_SECONDS if self._draft else SESSION_SECONDS)
+            connection = self._connect(SESSION_SECONDS)
             if connection is None:
                 continue
-            connection.session.on_end(self.copies.notify)
+            if connection.session is not session:
+                session = connection.session
+                session.on_end(self.copies.notify)
             try:
                 self._serve(connection)
             except Exception as error:  # CallError, or no memory; without this thread, nothing would ever arrive
                 if not connection.session.wait(RETRY_SECONDS):
                     log().warning("weights", name=self.copies.name, problem=str(error) or type(error).__name__)
 
-    def _complete_draft(self) -> None:
-        with self.copies.changed:
-            draft, self._draft = self._draft, None
+    def _complete_draft(self, connection: Connection) -> None:
+        draft = self._draft
         if draft is None:
             return
         digests = digests_of(memoryview(draft.buffer))  # type: ignore[arg-type]  # numpy's stubs know no buffers
-        manifest = Manifest(draft.stamp, draft.version, draft.entries, draft.buffer.nbytes, draft.full_nbytes, digests)
+        number = connection.ask(connection.rank0, "weights_number", self.copies.name).result()
+        stamp = Stamp(connection.session.generation, number, connection.me[0])
+        manifest = Manifest(
+            stamp,
+            version=draft.version,
+            entries=draft.entries,
+            nbytes=draft.buffer.nbytes,
+            full_nbytes=draft.full_nbytes,
+            digests=digests,
+        )
+        with self.copies.changed:
+            if self._draft is draft:
+                self._draft = None
         self._add(Version(manifest, draft.buffer, complete=True))
 
     def _add(self, version: Version) -> None:
         self.copies.add(version)
-        self._metrics.weights_version.labels(self.copies.name).set(version.manifest.version)
+        if newest := self.copies.newest:
+            self._metrics.weights_version.labels(self.copies.name).set(newest.manifest.version)
 
     def _serve(self, connection: Connection) -> None:
         """Does what there is to do until the session ends."""
@@ -113,13 +131,12 @@ class Exchange:
         offered: Future[Offer | None] | None = None
         after: Stamp | None = None  # that the question is for
         while not session.ended:
-            self._complete_draft()
+            self._complete_draft(connection)
             newest, reads = copies.newest, self._reads
             stamp = newest.stamp if newest else None
             if told != (stamp, reads) and (stamp or reads):
                 told = (stamp, reads)
-                arguments = (copies.name, connection.me, stamp, reads)
-                self._ask(connection, connection.rank0, "weights_tell", *arguments).result()
+                connection.ask(connection.rank0, "weights_tell", copies.name, connection.me, *told).result()
             if offered is not None and (offered.done() or after != stamp):
                 offer = offered.result() if offered.done() else None
                 if not offered.done():
@@ -130,9 +147,8 @@ class Exchange:
                     continue
             if reads and offered is None:
                 after = stamp
-                offered = self._ask(
-                    connection, connection.rank0, "weights_newer", copies.name, stamp, POLL_SECONDS, wait=POLL_SECONDS
-                )
+                question = (copies.name, stamp, POLL_SECONDS)
+                offered = connection.ask(connection.rank0, "weights_newer", *question, wait=POLL_SECONDS)
                 offered.add_done_callback(lambda _: copies.notify())
 
             def is_news(offered: Future[Any] | None = offered, before: Any = (newest, reads)) -> bool:
@@ -140,11 +156,6 @@ class Exchange:
                 return done or session.ended or self._draft is not None or before != (copies.newest, self._reads)
 
             copies.wait(is_news, copies.drop_old() or SESSION_SECONDS)
-
-    def _ask(self, connection: Connection, to: str, method: str, *args: Any, wait: float = 0.0) -> Future[Any]:
-        seconds = ANSWER_SECONDS + wait
-        request = Request(method, args, {}, seconds, internal=True)
-        return connection.call(to, request, Deadline(seconds, "a limit of Rolecall's"))
 
     # ---- pulling
 
@@ -155,18 +166,24 @@ class Exchange:
         manifest = self._manifest(connection, offer)
         version = copies.begin(manifest)
         cells = sorted({chunk // plans.CELL_CHUNKS for chunk in range(manifest.chunks) if not version.has[chunk]})
-        plan = Plan(me, cells, offer.holders, offer.readers)
+        received = self._fill(connection, version, Plan(me, cells, offer.holders, offer.readers))
+        self._add(version)
+        self._metrics.weights_saved_bytes.labels(copies.name).inc(max(0, manifest.full_nbytes - received))
+        self._metrics.weights_seconds.labels(copies.name).observe(time.monotonic() - started)
+
+    def _fill(self, connection: Connection, version: Version, plan: Plan) -> int:
+        """Pulls what the plan says. Returns the bytes that came. Raises CallError."""
         answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-        contacted, received = set[str](), 0
+        connected, received = set[str](), 0
+        counter = self._metrics.weights_bytes.labels(self.copies.name)
         while plan.missing:
-            self._complete_draft()
+            self._complete_draft(connection)
             self._mark_direct(version, plan.take_direct())
             for request in plan.next(time.monotonic()):
                 arguments = (connection, version, request, answers)
-                if request.source in contacted:
+                if request.source in connected:
                     self._request(*arguments)
-                else:  # the connection to a new source may take long to make
-                    contacted.add(request.source)
+                else:  # the connection to it may take long to make
                     threading.Thread(target=self._request, args=arguments, daemon=True).start()
             try:
                 answer = answers.get(timeout=LOOK_SECONDS)
@@ -175,14 +192,14 @@ class Exchange:
                     raise connection.session.error() from None
                 plan.look(time.monotonic())
             else:
-                received += self._take(version, plan, answer)
+                connected.add(answer.request.source)
+                nbytes = self._take(version, plan, answer)
+                received += nbytes
+                counter.inc(nbytes)
             if plan.hopeless:
-                raise CallError(f"weights {copies.name!r}: no member can send version {manifest.version} any more")
-        self._add(version)
-        metrics, name = self._metrics, copies.name
-        metrics.weights_bytes.labels(name).inc(received)
-        metrics.weights_saved_bytes.labels(name).inc(max(0, manifest.full_nbytes - received))
-        metrics.weights_seconds.labels(name).observe(time.monotonic() - started)
+                which = f"version {version.manifest.version}"
+                raise CallError(f"weights {self.copies.name!r}: no member can send {which} any more")
+        return received
 
     def _manifest(self, connection: Connection, offer: Offer) -> Manifest:
         error: CallError | None = None
@@ -190,7 +207,7 @@ class Exchange:
         for number in range(len(offer.holders)):
             holder = offer.holders[(number + turn) % len(offer.holders)]
             try:
-                manifest = self._ask(connection, holder, "weights_manifest", self.copies.name, offer.stamp).result()
+                manifest = connection.ask(holder, "weights_manifest", self.copies.name, offer.stamp).result()
             except CallError as problem:
                 error = problem
                 continue
@@ -203,7 +220,7 @@ class Exchange:
     ) -> None:
         runs = _missing_runs(version, request.cell)
         arguments = (self.copies.name, version.stamp, runs, CHUNKS_SECONDS)
-        future = self._ask(connection, request.source, "weights_chunks", *arguments, wait=CHUNKS_SECONDS)
+        future = connection.ask(request.source, "weights_chunks", *arguments, wait=CHUNKS_SECONDS)
 
         def answered(future: Any) -> None:
             error = future.exception()

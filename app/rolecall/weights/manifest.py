@@ -13,11 +13,10 @@ DIGEST_BYTES = 16
 
 
 class Stamp(NamedTuple):
-    """Orders the versions of a name: a later one is newer, whatever number its publisher gave it. A publisher is at
-    `generation` as its part number `join`; `number` is that of its publication."""
+    """Orders the versions of a name: a later one is newer, whatever number its publisher gave it. `number` counts the
+    publications of that name in the `generation`, by whomever; rank 0 counts them."""
 
     generation: int
-    join: int
     number: int
     publisher: str
 

@@ -33,6 +33,7 @@ class _Source:
     queue: deque[int] = field(default_factory=deque)
     asked: dict[int, float] = field(default_factory=dict)  # cells without an answer, since when
     heard: float = 0.0  # when it last answered
+    silent: bool = False  # it has not for long
 
 
 class Plan:
@@ -52,14 +53,10 @@ class Plan:
         sources = self._holders()
         for cell in sorted(self._missing):
             sharer = sharing[cell % len(sharing)] if sharing else me
-            if sharer == me:
-                self._to_holder(cell, cell // max(1, len(sharing)), sources)
-            else:
+            if sharer != me:
                 self._sources[sharer].queue.append(cell)
-        # shares of the same reader are asked for in another order by each of the others
-        turn = sharing.index(me) + 1 if me in sharing else 0
-        names = [*self._sources]
-        self._order = names[turn:] + names[:turn]
+            elif sources:
+                self._to_holder(cell, sources[cell // max(1, len(sharing)) % len(sources)])
 
     @property
     def missing(self) -> bool:
@@ -80,9 +77,8 @@ class Plan:
         """What is to be asked now."""
         most = max(MIN_IN_FLIGHT, IN_FLIGHT // max(1, len(self._sources)))
         requests = list[Request]()
-        for name in self._order:
-            source = self._sources.get(name)
-            while source and source.queue and len(source.asked) < most:
+        for name, source in self._sources.items():
+            while source.queue and len(source.asked) < most:
                 cell = source.queue.popleft()
                 if cell in self._missing and cell not in source.asked:
                     if not source.asked:
@@ -115,7 +111,7 @@ class Plan:
         patience = min(PATIENCE_SECONDS + PATIENCE_FACTOR * mean, MAX_PATIENCE_SECONDS)
         for name, source in list(self._sources.items()):
             if source.asked and now - source.heard > patience:
-                source.heard = now
+                source.heard, source.silent = now, True
                 late = [*source.asked, *source.queue]
                 source.queue.clear()
                 for cell in late:
@@ -124,7 +120,7 @@ class Plan:
 
     def _answered(self, name: str, cell: int, now: float) -> None:
         if source := self._sources.get(name):
-            source.heard = now
+            source.heard, source.silent = now, False
             self._answers += 1
             self._seconds += now - source.asked.pop(cell, now)
 
@@ -132,13 +128,18 @@ class Plan:
         """Asks a holder for a cell that `name` has not sent, unless another one is asked already."""
         asked = self._holder_of.get(cell, name)
         if asked == name or asked not in self._sources:
-            self._to_holder(cell, cell, [other for other in self._holders() if other != name])
+            others = [other for other in self._holders() if other != name and cell not in self._sources[other].asked]
+            if others:
+                self._to_holder(cell, min(others, key=self._load))
+
+    def _load(self, name: str) -> tuple[bool, int]:
+        source = self._sources[name]
+        return source.silent, len(source.queue) + len(source.asked)
 
     def _holders(self) -> list[str]:
         return [name for name, source in self._sources.items() if source.is_holder]
 
-    def _to_holder(self, cell: int, number: int, holders: Sequence[str]) -> None:
-        if holders:
-            name = self._holder_of[cell] = holders[number % len(holders)]
-            self._sources[name].queue.append(cell)
-            self._new_direct.append(cell)
+    def _to_holder(self, cell: int, name: str) -> None:
+        self._holder_of[cell] = name
+        self._sources[name].queue.append(cell)
+        self._new_direct.append(cell)

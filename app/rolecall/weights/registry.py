@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,14 +31,22 @@ class _Name:
     sharing: tuple[Member, ...] = ()  # the readers at that time who did not have it
     since: float = 0.0  # by the loop's clock
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    publications: int = 0
 
 
 class Registry:
-    """Used in one event loop. `present` returns the members of the generation that are not lost."""
+    """Used in one event loop. `parts` returns, by member, the number from which on its parts in the generation are not
+    over; a member that it does not know has only just joined."""
 
-    def __init__(self, present: Callable[[], set[Member]]) -> None:
-        self._present = present
+    def __init__(self, parts: Callable[[], Mapping[str, int]]) -> None:
+        self._parts = parts
         self._names: dict[str, _Name] = {}
+
+    def number(self, name: str) -> int:
+        """The number of the next publication of `name` in this generation."""
+        known = self._name(name)
+        known.publications += 1
+        return known.publications
 
     def tell(self, name: str, member: Member, stamp: Stamp | None, reads: bool) -> None:
         """A member has all of the version `stamp`, if it is not None, and waits for newer ones if it `reads`."""
@@ -58,23 +66,22 @@ class Registry:
 
     async def newer(self, name: str, after: Stamp | None, seconds: float) -> Offer | None:
         """The newest version, if it is newer than `after`; waits for one for up to `seconds`."""
-        known = self._name(name)
-        newest = self._newest(known)
-        if newest is None or (after is not None and newest <= after):
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        known, loop = self._name(name), asyncio.get_running_loop()
+        newest, ends = self._newest(known), loop.time() + seconds
+        while newest is None or (after is not None and newest <= after):
+            waiter: asyncio.Future[None] = loop.create_future()
             known.waiting.append(waiter)
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout_at(ends):
                     await waiter
             except TimeoutError:
                 return None
             finally:
                 if waiter in known.waiting:
                     known.waiting.remove(waiter)
-        if (seconds := known.since + GATHER_SECONDS - asyncio.get_running_loop().time()) > 0:
-            await asyncio.sleep(seconds)
-        newest = self._newest(known)
-        return self._offer(known, newest) if newest else None
+            newest = self._newest(known)
+        await asyncio.sleep(max(0.0, known.since + GATHER_SECONDS - loop.time()))
+        return self._offer(known, self._newest(known) or newest)
 
     def _name(self, name: str) -> _Name:
         if name not in self._names:
@@ -83,15 +90,20 @@ class Registry:
 
     def _newest(self, known: _Name) -> Stamp | None:
         """The newest version that a member has which is still there."""
-        present = self._present()
-        return max((stamp for member, stamp in known.held.items() if member in present), default=None)
+        parts = self._parts()
+        return max((stamp for member, stamp in known.held.items() if _is_there(member, parts)), default=None)
 
     def _offer(self, known: _Name, stamp: Stamp) -> Offer:
-        present = self._present()
+        parts = self._parts()
         if known.offered != stamp:
             known.offered = stamp
             known.sharing = tuple(sorted(each for each in known.readers if known.held.get(each) != stamp))
-        holders = [member[0] for member, held in known.held.items() if held == stamp and member in present]
+        holders = [member[0] for member, held in known.held.items() if held == stamp and _is_there(member, parts)]
         holders.sort(key=lambda name: (name != stamp.publisher, name))
-        readers = [member[0] for member in known.sharing if member in present]
+        readers = [member[0] for member in known.sharing if _is_there(member, parts)]
         return Offer(stamp, tuple(holders), tuple(readers))
+
+
+def _is_there(member: Member, parts: Mapping[str, int]) -> bool:
+    name, join = member
+    return join >= parts.get(name, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rolecall.declare.remote import remote
 from rolecall.weights.copies import Absent, Copies, Runs
@@ -13,10 +13,10 @@ from rolecall.weights.registry import Member, Offer, Registry
 
 
 class WeightsService:
-    """The services of one worker. At rank 0 it has the registry of the generation, whose members `present` returns."""
+    """The services of one worker. At rank 0 it has the registry of the generation; for `parts`, see there."""
 
-    def __init__(self, present: Callable[[], set[Member]]) -> None:
-        self._registry = Registry(present)
+    def __init__(self, parts: Callable[[], Mapping[str, int]]) -> None:
+        self._registry = Registry(parts)
         self._copies: dict[str, Copies] = {}
         self._lock = threading.Lock()
 
@@ -24,6 +24,11 @@ class WeightsService:
         """What this process holds of `name`."""
         with self._lock:
             return self._copies.setdefault(name, Copies(name))
+
+    @remote
+    async def weights_number(self, name: str) -> int:
+        """At rank 0: see `Registry.number`."""
+        return self._registry.number(name)
 
     @remote
     async def weights_tell(self, name: str, member: Member, stamp: Stamp | None, reads: bool) -> None:

@@ -94,10 +94,9 @@ class Toy(Policy):
         self.head = nn.Linear(width, len(self.alphabet))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device)
-        x = self.layers(self.characters(tokens) + self.places.weight[:length], mask, is_causal=True)
-        return self.head(x)  # type: ignore[no-any-return]
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
+        x = self.characters(tokens) + self.places.weight[: tokens.shape[1]]
+        return self.head(self.layers(x, mask, is_causal=True))  # type: ignore[no-any-return]
 
     def encode(self, texts: list[str], answers: bool = False) -> Tensor:
         length = max(map(len, texts)) + answers
@@ -116,9 +115,7 @@ def build(settings: Grpo, sampling: bool = False) -> Policy:
     return grpo_models.build(settings, sampling)
 
 
-class Batch(TypedDict):
-    """What a generator sampled: a group of answers to each of n prompts, one group after the other."""
-
+class Batch(TypedDict):  # a group of answers to each of n prompts, one group after the other
     prompts: Tensor
     answers: Tensor
     logprobs: Tensor
@@ -126,8 +123,16 @@ class Batch(TypedDict):
     version: int  # of the weights
 
 
+def example(prompt: str) -> str:
+    """An answer to learn from: every other one forgets the carries, so that there is something left to learn."""
+    if random.random() < 0.5:
+        return solve(prompt)
+    first, second = prompt.rstrip("=").split("+")
+    return str(int("".join(str((int(a) + int(b)) % 10) for a, b in zip(first, second, strict=True))))
+
+
 def example_loss(policy: Policy, prompts: list[str]) -> Tensor:
-    answers = policy.encode([solve(prompt) for prompt in prompts], answers=True)
+    answers = policy.encode([example(prompt) for prompt in prompts], answers=True)
     logprobs, mask = policy.judge(policy.encode(prompts), answers)
     return -logprobs[mask].mean()
 
@@ -144,6 +149,12 @@ def accuracy(policy: Policy, digits: int) -> float:
     prompts = sums(digits)[1]
     texts = policy.decode(policy.sample(prompts, 1, digits + 2, greedy=True)[1])
     return sum(text == solve(prompt) for prompt, text in zip(prompts, texts, strict=True)) / len(prompts)
+
+
+def evaluate(settings: Grpo, state: dict[str, Any]) -> dict[str, float]:
+    policy = build(settings)
+    policy.load_state_dict(state["policy"])
+    return {"accuracy": accuracy(policy, settings.digits)}
 
 
 # region workers
@@ -163,18 +174,17 @@ class Generator:
 
     def __init__(self, context: Context[Grpo]) -> None:  # once a process, which stays if the learner is lost
         self.context, self.policy = context, build(context.settings, sampling=True).to(context.device)
-        self.weights, self.version = context.subscribe("policy"), 0
+        self.weights, self.version, self.known = context.subscribe("policy"), 0, sums(context.settings.digits)[0]
 
     def run(self) -> None:  # ends with a PeerLostError if the learner is lost; called again once that is back
         context, settings = self.context, self.context.settings
         batches: Queue[Batch] = context.queue("batches", settings.buffer)
-        known, _ = sums(settings.digits)
         while True:
             self.weights.wait(settings.phase_timeout, new=settings.staleness == 0)
             if self.weights.new:
                 self.version, tensors = self.weights.tensors()
                 self.policy.load_state_dict(tensors)
-            asked = random.choices(known, k=max(1, settings.groups // len(context.peers("generator"))))
+            asked = random.choices(self.known, k=max(1, settings.groups // len(context.peers("generator"))))
             prompts, answers, logprobs = self.policy.sample(asked, settings.group, settings.digits + 2)
             texts, repeated = self.policy.decode(answers), [prompt for prompt in asked for _ in range(settings.group)]
             rewards = torch.tensor(context.call_any(Reward.check, repeated, texts).result()).view(-1, settings.group)
@@ -235,19 +245,5 @@ def take(context: Context[Grpo], batches: Queue[Batch], version: int, counts: di
 
 
 # endregion
-
-
-def evaluate(settings: Grpo, state: dict[str, Any]) -> dict[str, float]:
-    policy = build(settings)
-    policy.load_state_dict(state["policy"])
-    return {"accuracy": accuracy(policy, settings.digits)}
-
-
-JOB = Job(
-    [Role("learner", learner), Role("generator", Generator, "generators", 1), Role("reward", Reward, "rewards", 1)],
-    settings=Grpo,
-    evaluate=evaluate,
-    score="accuracy",
-    unit="tokens",
-    pinned=["model", "width", "digits"],
-)
+ROLES = [Role("learner", learner), Role("generator", Generator, "generators", 1), Role("reward", Reward, "rewards", 1)]
+JOB = Job(ROLES, Grpo, evaluate=evaluate, score="accuracy", unit="tokens", pinned=["model", "width", "digits"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.peers.process import REPOSITORY
 
 OURS = REPOSITORY / "examples" / "grpo.py"
-DISTRIBUTED = ("Reward", "Generator", "learner", "take", "JOB")  # in OURS; peers' programs are nothing else
+DISTRIBUTED = ("Reward", "Generator", "learner", "take", "ROLES", "JOB")  # in OURS; peers' programs are nothing else
 REPORT = "llm_events."
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -2,8 +2,9 @@
 
 A version of 100 MB goes to one reader, and to all; readers send each other what they have (see docs/job.md). Then an
 update of 2 % of the bytes, and all of them as bfloat16 and as int8. For comparison, `star` sends all of it to each
-reader apart. All ranks, and the links, share this machine's processors: `processor_bound_seconds` is what the
-processors' work alone takes. The bars hold on the links on which that is less than the links take. With BENCH_JSON=FILE
+reader apart. All ranks share this machine's processors: `processor_bound_seconds` is what their work alone takes for
+all readers. The bar of the broadcast holds on the links that take longer than that. The kernel shapes the links,
+without a delay; with `--delay`, a router in user space, whose work is a part of the processors'. With BENCH_JSON=FILE
 each figure is written as it comes.
 """
 
@@ -70,7 +71,8 @@ class Measured:
 
     def processor_bound(self, link: str) -> float:
         """Seconds that the processors' work for all readers takes at least."""
-        return self.links[link]["all"]["processor_seconds"] / (os.cpu_count() or 1)
+        case = self.links[link]["all"]
+        return (case["processor_seconds"] + case["router_seconds"]) / (os.cpu_count() or 1)
 
     def is_bound_by_processors(self, link: str) -> bool:
         """Whether the processors need longer than the links."""
@@ -99,14 +101,16 @@ class Measured:
 
 
 @contextlib.contextmanager
-def _ranks(link: Link, settings: dict[str, object]) -> Iterator[tuple[list[Rank], Path]]:
+def _ranks(link: Link, delay: bool, settings: dict[str, object]) -> Iterator[tuple[list[Rank], Path]]:
     """The job's ranks behind links. No process and no file is left afterwards."""
     directory = Path(tempfile.mkdtemp(prefix="bench-weights-"))
     places = [("lead", 0), *(("reader", number) for number in range(READERS))]
     ranks: list[Rank] = []
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        links = stack.enter_context(linked(link, [f"{role}-{ordinal}" for role, ordinal in places]))
+        links = stack.enter_context(
+            linked(link, [f"{role}-{ordinal}" for role, ordinal in places], in_kernel=not delay)
+        )
         stack.callback(_end, ranks)
         (directory / "t").mkdir()  # a socket lies in it, whose path has to be short
         known = {name for name, *_ in variables(Broadcast)}
@@ -132,11 +136,10 @@ def _end(ranks: list[Rank]) -> None:
         rank.process.wait(GONE_SECONDS)
 
 
-def _run(link: str, megabytes: int, rounds: int, star: bool, on: Callable[[str], None]) -> Figures:
+def _run(link: str, settings: dict[str, object], delay: bool, on: Callable[[str], None]) -> Figures:
     """Raises RuntimeError if the job fails, and TimeoutError."""
-    settings: dict[str, object] = {"MEGABYTES": megabytes, "REPEATS": rounds, "STAR": int(star)}
     try:
-        with _ranks(LINKS[link], settings) as (ranks, directory):
+        with _ranks(LINKS[link], delay, settings) as (ranks, directory):
             done, ends = directory / "checkpoints" / "DONE", time.monotonic() + DEADLINE
             while not done.exists():
                 for rank in ranks:
@@ -153,16 +156,17 @@ def _run(link: str, megabytes: int, rounds: int, star: bool, on: Callable[[str],
     return {case: figures for case, figures in summary.items() if isinstance(figures, dict)}
 
 
-def measure(links: list[str], rounds: int, quick: bool, console: Console) -> Measured:
+def measure(links: list[str], delay: bool, rounds: int, quick: bool, console: Console) -> Measured:
     """Measures all links."""
     found = Measured()
     with Display(len(links), console, found.busy_percent) as display:
         for link in links:
             megabytes = QUICK_MEGABYTES if quick else MEGABYTES.get(link, 100)
             found.megabytes[link] = megabytes
+            settings = {"MEGABYTES": megabytes, "REPEATS": rounds, "STAR": int(not quick)}
             display.step(
                 link,
-                lambda on, link=link, megabytes=megabytes: _run(link, megabytes, rounds, not quick, on),  # type: ignore[misc]
+                lambda on, link=link, settings=settings: _run(link, settings, delay, on),  # type: ignore[misc]
                 lambda figures, link=link: found.links.__setitem__(link, figures),  # type: ignore[misc]
                 lambda figures: ", ".join(f"{case} {each['seconds']:.2f} s" for case, each in figures.items()),
             )
@@ -173,22 +177,34 @@ def tables(found: Measured) -> list[Table]:
     """A table for each link."""
     shown = []
     for link, figures in found.links.items():
-        table = Table("", "seconds", "MB received", "processor seconds", title=f"{found.megabytes[link]} MB, {link}")
+        table = Table(
+            "",
+            "seconds",
+            "MB received",
+            "processor seconds",
+            "of the links",
+            title=f"{found.megabytes[link]} MB, {link}",
+        )
         for case, each in figures.items():
             received = f"{each['received_bytes'] / 1e6:.2f}"
-            table.add_row(case, f"{each['seconds']:.2f}", received, f"{each['processor_seconds']:.1f}")
+            table.add_row(case, f"{each['seconds']:.2f}", received, f"{each['processor_seconds']:.1f}",
+                          f"{each['router_seconds']:.1f}")  # fmt: skip
         shown.append(table)
     return shown
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
-    links = list(DEFAULT_LINKS)
+    links, delay = list(DEFAULT_LINKS), False
 
     def more(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
         parser.add_argument("--links", default=",".join(DEFAULT_LINKS), help=f"of {', '.join(LINKS)}")
 
+        parser.add_argument("--delay", action="store_true", help="links with their delay, by a router in user space")
+
         def accept(arguments: argparse.Namespace) -> None:
+            nonlocal delay
+            delay = arguments.delay
             links[:] = arguments.links.split(",")
             if unknown := set(links) - set(LINKS):
                 parser.error(f"--links: no link {', '.join(sorted(unknown))} ({', '.join(LINKS)})")
@@ -200,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         str(__doc__),
         3,
         f"{QUICK_MEGABYTES} MB, without a star",
-        lambda rounds, quick, console: measure(links, rounds, quick, console),
+        lambda rounds, quick, console: measure(links, delay, rounds, quick, console),
         tables,
         argv,
         more,

@@ -16,7 +16,7 @@ from rolecall import Context, Job, Role, Settings, remote
 
 SECONDS = 400.0  # of one publication, at most
 MATRICES, COLUMNS = 10, 1024
-BLOCK, ROWS = 0.019, 20  # of an update that changes 2 %: a block, and rows here and there
+BLOCK, MEGABYTES_A_ROW = 0.019, 5  # of an update that changes 2 %: a block, and rows here and there
 
 
 class Broadcast(Settings):
@@ -27,11 +27,12 @@ class Broadcast(Settings):
 
 
 class Pulled(NamedTuple):
-    """When a reader had a version, on the monotonic clock, which all processes of the machine share, and the bytes that
-    it has received so far."""
+    """When a reader had a version, on the monotonic clock, which all processes of the machine share; the bytes that it
+    has received, and the seconds that its worker has computed, so far."""
 
     at: float
     received: float
+    computed: float
 
 
 class Reader:
@@ -39,9 +40,12 @@ class Reader:
         self.context, self.weights = context, dict[str, Any]()
 
     @remote
-    def follow(self, name: str) -> float:
+    def follow(self, name: str) -> None:
         self.weights[name] = self.context.subscribe(name)
-        return self.received(name)
+
+    @remote
+    def so_far(self, name: str) -> Pulled:
+        return Pulled(time.monotonic(), self.received(name), time.process_time())
 
     @remote
     def pull(self, name: str) -> Pulled:
@@ -49,7 +53,7 @@ class Reader:
         weights.wait(SECONDS, new=True)
         at = time.monotonic()
         weights.load({})
-        return Pulled(at, self.received(name))
+        return self.so_far(name)._replace(at=at)
 
     def received(self, name: str) -> float:
         samples = self.context.metrics.weights_bytes.labels(name).collect()[0].samples
@@ -59,7 +63,6 @@ class Reader:
 class Lead:
     def __init__(self, context: Context[Broadcast]) -> None:
         self.context, self.names = context, dict[str, list[str]]()
-        self.received = dict[tuple[str, str], float]()  # by name and reader, so far
 
     def run(self) -> dict[str, Any]:
         settings, context = self.context.settings, self.context
@@ -93,35 +96,38 @@ class Lead:
     def follow(self, name: str, readers: list[str]) -> None:
         self.names[name] = readers
         for reader in readers:
-            self.received[name, reader] = self.context.call(reader, Reader.follow, name).result()
+            self.context.call(reader, Reader.follow, name).result()
 
     def publish(
         self, names: Sequence[str], state: dict[str, torch.Tensor], dtype: torch.dtype | None = None
     ) -> dict[str, float]:
-        calls = {
-            (name, reader): self.context.calls.options(timeout=SECONDS).call(reader, Reader.pull, name)
-            for name in names
-            for reader in self.names[name]
-        }
-        began, busy = time.monotonic(), _busy()
+        call = self.context.options(timeout=SECONDS).call
+        places = [(name, reader) for name in names for reader in self.names[name]]
+        before = [call(reader, Reader.so_far, name).result() for name, reader in places]
+        calls = [call(reader, Reader.pull, name) for name, reader in places]
+        began, computed, routed = time.monotonic(), time.process_time(), _of_router()
         for name in names:
             self.context.publish(name, state, dtype=dtype)
         returned = time.monotonic()
-        pulled = {place: call.result() for place, call in calls.items()}
-        received = [each.received - self.received[place] for place, each in pulled.items()]
-        self.received |= {place: each.received for place, each in pulled.items()}
+        pulled = [call.result() for call in calls]
+        pairs = list(zip(before, pulled, strict=True))
+        workers = sum(after.computed - earlier.computed for earlier, after in pairs) + time.process_time() - computed
         return {
-            "seconds": max(each.at for each in pulled.values()) - began,
+            "seconds": max(each.at for each in pulled) - began,
             "copy_seconds": returned - began,
-            "received_bytes": statistics.mean(received),
-            "processor_seconds": _busy() - busy,
+            "received_bytes": statistics.mean(after.received - earlier.received for earlier, after in pairs),
+            "processor_seconds": workers,
+            "router_seconds": _of_router() - routed,
         }
 
 
-def _busy() -> float:
-    """Seconds that the machine's processors have worked, for whomever."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
+def _of_router() -> float:
+    """Seconds that the emulation of the links has computed."""
+    seconds = 0.0
+    for process in psutil.process_iter(["cmdline", "cpu_times"]):
+        if "bench.link.router" in " ".join(process.info["cmdline"] or []):
+            seconds += sum(process.info["cpu_times"][:2])
+    return seconds
 
 
 def _randomized(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -134,7 +140,7 @@ def _changed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """2 % of the bytes: a block, and rows here and there."""
     tensors = list(state.values())
     tensors[0].view(-1)[: int(BLOCK * sum(tensor.numel() for tensor in tensors))] += 1
-    for number in range(ROWS):
+    for number in range(sum(tensor.nbytes for tensor in tensors) // (MEGABYTES_A_ROW * 10**6)):
         tensor = tensors[1 + number % (MATRICES - 1)]
         tensor[(number * 7919) % len(tensor)] += 1
     return state

@@ -25,6 +25,7 @@ COMMAND = "rolecall run examples/grpo.py --checkpoint-interval 2"
 KILL_SECONDS = 20.0
 VICTIMS = ("learner 0", "generator 0", "reward 0", "generator 1", "learner 0", "reward 1")
 DEADLINE = 600.0  # of a run, in seconds
+ORDERLY = ("finished", "drained", "left")  # causes that are no kill's
 
 WIDTH, HEIGHT = 840, 380
 LEFT, RIGHT, TOP, BOTTOM = 58, 20, 60, 56
@@ -59,10 +60,10 @@ def kills_of(run: History) -> list[Kill]:
     """The kills in seconds of training, which pass only while the learner trains."""
     kills = []
     for event in run.events:
-        start = [start for start in run.starts if start.time <= event.time][-1:]
-        role = "learner" if event.what == "ended" else event.reason.partition("-")[0].partition(" ")[0]
-        if start and event.what in ("ended", "lost"):
-            kills.append(Kill(start[0].seconds + event.time - start[0].time, role))
+        before = [start for start in run.starts if start.time <= event.time]
+        if before and event.what in ("ended", "lost") and event.cause not in ORDERLY:
+            seconds = before[-1].seconds + event.time - before[-1].time
+            kills.append(Kill(seconds, event.reason.partition(" ")[0]))
     return kills
 
 

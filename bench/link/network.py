@@ -33,12 +33,13 @@ class Links(Protocol):
 
 
 @contextlib.contextmanager
-def linked(link: Link, names: Sequence[str]) -> Iterator[Links]:
-    """A namespace for each of the ranks `names`, with a `link` each. This machine reaches them past the links.
+def linked(link: Link, names: Sequence[str], *, in_kernel: bool = False) -> Iterator[Links]:
+    """A namespace for each of the ranks `names`, with a `link` each. This machine reaches them past the links. With
+    `in_kernel`, the kernel shapes a slow link too: that costs the processors less, and there is no delay.
 
     Raises NetworkError where they cannot be had. Nothing is left of them afterwards.
     """
-    if link.in_kernel:
+    if in_kernel or link.in_kernel:
         shaped = _Filtered(link)
         shaped.start()
         try:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench.bench_weights import Measured, tables
 
-CASE = {"seconds": 1.0, "copy_seconds": 0.1, "received_bytes": 100e6, "processor_seconds": 1.0}
+CASE = {"seconds": 1.0, "copy_seconds": 0.1, "received_bytes": 100e6, "processor_seconds": 1.0, "router_seconds": 0.0}
 
 
 def measured(link: str, seconds: float, processor_seconds: float, changed: float) -> Measured:

@@ -73,8 +73,8 @@ def test_what_was_read_may_be_changed(tmp_path: Path) -> None:
     part = {"weight": torch.ones(2, 2, dtype=torch.float64)}  # of another type, and without the bias
     other = weights.tensors()[1]
     assert torch.equal(other["weight"], source.weight)
-    fresh = Weights("policy", weights._copies)
-    fresh.load(part)
+    assert not weights.new
+    weights.load(part)  # it was not loaded yet
     assert torch.equal(part["weight"], source.weight.double())
 
 

@@ -23,7 +23,11 @@ def animations(text: str) -> list[ElementTree.Element]:
     return list(ElementTree.fromstring(text).iter(f"{SVG}animate"))
 
 
-@pytest.mark.parametrize("path", [PICTURE, PICTURE.with_name("architecture.svg")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [PICTURE, *(PICTURE.with_name(name) for name in ("architecture.svg", "llm.svg"))],
+    ids=lambda path: path.name,
+)
 def test_a_picture_is_small_and_has_no_background_of_its_own(path: Path) -> None:
     assert path.stat().st_size < 200_000
     root = ElementTree.fromstring(path.read_text())

@@ -41,8 +41,9 @@ def test_it_ends_after_its_updates(cluster: MakeCluster, staleness: str) -> None
         assert batch["answers"].shape == batch["logprobs"].shape == (2 * 4, 4)
 
 
-def test_it_goes_on_after_kills_of_each_role(cluster: MakeCluster) -> None:
-    job = cluster(**SMALL, TAUGHT="0", UPDATES="1000000").start(2, described=True)
+@pytest.mark.parametrize("staleness", ["0", "4"])
+def test_it_goes_on_after_kills_of_each_role(cluster: MakeCluster, staleness: str) -> None:
+    job = cluster(**SMALL, TAUGHT="0", UPDATES="1000000", STALENESS=staleness).start(2, described=True)
     job.is_whole()
     generators = job.workers("generator")
     until(job.first.appears("checkpoint file="), "a checkpoint")
@@ -59,7 +60,7 @@ def test_it_goes_on_after_kills_of_each_role(cluster: MakeCluster) -> None:
 
 
 def test_a_kill_while_it_learns_from_examples_costs_the_updates_since_the_checkpoint(cluster: MakeCluster) -> None:
-    job = cluster(**SMALL, TAUGHT="1", UPDATES="1000000").start(1, described=True)
+    job = cluster(**SMALL, TAUGHT="1000000", UPDATES="1000000").start(1, described=True)
     job.trains(5)
     generators = job.workers("generator")
     until(job.first.appears("checkpoint file="), "a checkpoint")

@@ -26,7 +26,8 @@ class Weights:
     def __init__(self, name: str, copies: Copies) -> None:
         self.name = name
         self._copies = copies
-        self._loaded: Stamp | None = None
+        self._loaded: Stamp | None = None  # into a target
+        self._taken: Stamp | None = None  # by `load` or `tensors`
 
     @property
     def version(self) -> int | None:
@@ -36,12 +37,12 @@ class Weights:
 
     @property
     def new(self) -> bool:
-        """Whether a version is here that was not loaded yet."""
+        """Whether a version is here that neither `load` nor `tensors` has taken yet."""
         newest = self._copies.newest
-        return newest is not None and newest.stamp != self._loaded
+        return newest is not None and newest.stamp != self._taken
 
     def wait(self, timeout: float, *, new: bool = False) -> int:
-        """The number of the newest version that is here. Waits for the first one; if `new`, for one that was not loaded
+        """The number of the newest version that is here. Waits for the first one; if `new`, for one that was not taken
         yet. Raises TimeoutError after `timeout` seconds."""
         if not self._copies.wait(lambda: self.new if new else self.version is not None, timeout):
             raise TimeoutError(
@@ -62,13 +63,13 @@ class Weights:
         with torch.no_grad():
             for tensor, entry in pairs:
                 tensor.copy_(encoding.read(entry, newest.buffer))
-        self._loaded = newest.stamp
+        self._loaded = self._taken = newest.stamp
         return newest.manifest.version
 
     def tensors(self) -> tuple[int, dict[str, torch.Tensor]]:
         """The number of the newest version, and a copy of its tensors. Raises UsageError if none has come yet."""
         newest = self._newest()
-        self._loaded = newest.stamp
+        self._taken = newest.stamp
         copied = {entry.name: encoding.read(entry, newest.buffer).clone() for entry in newest.manifest.entries}
         return newest.manifest.version, copied
 

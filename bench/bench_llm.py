@@ -50,7 +50,7 @@ VICTIMS = {
 COMMON: dict[str, object] = {
     "CHECKPOINT_INTERVAL": CHECKPOINT_SECONDS, "GENERATORS": GENERATORS, "REWARDS": REWARDS, **UNBOUNDED,
 }  # fmt: skip
-AT_ONCE = {**COMMON, "TAUGHT": 0.0}  # without a supervised phase: rates do not depend on what the model knows
+AT_ONCE = {**COMMON, "TAUGHT": 0}  # without a supervised phase: rates do not depend on what the model knows
 PARTS = ("kills", "rates", "peers")
 On = Callable[[str], None]
 

@@ -67,7 +67,7 @@ class Learner(Actor):
         torch.manual_seed(settings.seed)
         self.settings, self.policy, self.sums = settings, build(settings), sums(settings.digits)[0]
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), betas=(0.9, 0.95))
-        self.counts = {"step": 0, "tokens": 0, "best": 0.0}
+        self.counts = {"step": 0, "tokens": 0}
         self.path, self.saved = settings.checkpoint_dir / "learner.pt", time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
@@ -80,7 +80,7 @@ class Learner(Actor):
     @endpoint
     def teach(self) -> tuple[int, dict[str, Tensor]]:
         settings = self.settings
-        while self.counts["best"] < settings.taught:
+        while self.counts["step"] < settings.taught:
             loss = example_loss(self.policy, random.choices(self.sums, k=settings.groups * settings.group))
             self.step(loss, settings.lr * min(1, self.counts["step"] / 20))
         return self.counts["step"], self.policy.state_dict()
@@ -102,9 +102,7 @@ class Learner(Actor):
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
         if counts["step"] % 10 == 0:
-            score = accuracy(self.policy, self.settings.digits)
-            counts["best"] = max(counts["best"], score)
-            llm_events.scored(counts["step"], score)
+            llm_events.scored(counts["step"], accuracy(self.policy, self.settings.digits))
         if time.monotonic() - self.saved >= self.settings.checkpoint_interval:
             self.save()
 

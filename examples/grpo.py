@@ -26,7 +26,7 @@ class Grpo(Settings):
     width: int = Field(128, ge=8, multiple_of=4, description="width of the toy model")
     digits: int = Field(2, ge=2, le=3, description="digits of the numbers that are added")
     taught: int = Field(200, ge=0, description="optimizer steps by examples, before those by reward")
-    goal: float = Field(0.9, ge=0, description="accuracy at which the job ends; over 1: never")
+    goal: float = Field(0.95, ge=0, description="accuracy at which the job ends; over 1: never")
     updates: int = Field(1000, ge=1, description="optimizer steps, of both kinds, after which the job ends")
     groups: int = Field(32, ge=1, description="prompts of an update, of all generators together")
     group: int = Field(8, ge=2, description="answers to a prompt")
@@ -124,7 +124,7 @@ class Batch(TypedDict):  # a group of answers to each of n prompts, one group af
 
 
 def example(prompt: str) -> str:
-    """An answer to learn from: every other one forgets the carries, so that there is something left to learn."""
+    """An answer to learn from. Every other one forgets the carries, a mistake that only the reward corrects."""
     if random.random() < 0.5:
         return solve(prompt)
     first, second = prompt.rstrip("=").split("+")
@@ -245,4 +245,4 @@ def take(context: Context[Grpo], batches: Queue[Batch], version: int, counts: di
 
 
 ROLES = [Role("learner", learner), Role("generator", Generator, "generators", 1), Role("reward", Reward, "rewards", 1)]
-JOB = Job(ROLES, Grpo, evaluate=evaluate, score="accuracy", unit="tokens", pinned=["model", "width", "digits"])
+JOB = Job(ROLES, settings=Grpo, evaluate=evaluate, score="accuracy", unit="tokens", pinned=["model", "width", "digits"])

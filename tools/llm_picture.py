@@ -6,6 +6,7 @@ KILL_SECONDS. The picture is made of the run's history alone.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ PICTURE = Path(__file__).resolve().parents[1] / "docs" / "llm.svg"
 COMMAND = "rolecall run examples/grpo.py --checkpoint-interval 2"
 KILL_SECONDS = 20.0
 VICTIMS = ("learner 0", "generator 0", "reward 0", "generator 1", "learner 0", "reward 1")
+TAUGHT = 200  # updates by examples, the setting's default
 DEADLINE = 600.0  # of a run, in seconds
 ORDERLY = ("finished", "drained", "left")  # causes that are no kill's
 
@@ -46,8 +48,9 @@ def record(directory: Path) -> None:
     try:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
-            if time.monotonic() >= next_kill:
-                kill(process.pid, urls_of(directory)[next(victims)], whole=False)
+            urls = urls_of(directory)  # none once the run ends
+            if urls and time.monotonic() >= next_kill:
+                kill(process.pid, urls[next(victims)], whole=False)
                 next_kill += KILL_SECONDS
     finally:
         process.terminate()
@@ -63,7 +66,8 @@ def kills_of(run: History) -> list[Kill]:
         before = [start for start in run.starts if start.time <= event.time]
         if before and event.what in ("ended", "lost") and event.cause not in ORDERLY:
             seconds = before[-1].seconds + event.time - before[-1].time
-            kills.append(Kill(seconds, event.reason.partition(" ")[0]))
+            member = re.search(r"(\w+) \d", event.reason)  # "the worker of generator 1 ended: killed"
+            kills.append(Kill(seconds, member[1] if member else event.what))
     return kills
 
 
@@ -98,9 +102,15 @@ def draw(run: History) -> str:
             yield f'<path d="M{LEFT} {y(run.goal)}H{WIDTH - RIGHT}" stroke="{GREEN}" stroke-dasharray="6 4"/>'
             yield f'<text x="{LEFT + 8}" y="{y(run.goal) - 6:g}" fill="{GREEN}">goal {run.goal:.0%}</text>'
         for place, victim in enumerate(kills_of(run)):
-            bottom = y(0.02 + 0.07 * (place % 3))
-            yield f'<path d="M{x(victim.seconds)} {TOP}V{y(0)}" stroke="{RED}" stroke-dasharray="3 3"/>'
-            yield f'<text x="{x(victim.seconds) + 5:g}" y="{bottom}" fill="{RED}">{victim.role}</text>'
+            at, bottom = x(victim.seconds), y(0.02 + 0.07 * (place % 3))
+            side, anchor = (-5, "end") if at > WIDTH - 90 else (5, "start")
+            yield f'<path d="M{at} {TOP}V{y(0)}" stroke="{RED}" stroke-dasharray="3 3"/>'
+            yield f'<text x="{at + side:g}" y="{bottom}" text-anchor="{anchor}" fill="{RED}">{victim.role}</text>'
+        for point in [point for point in curve if point.step >= TAUGHT][:1]:
+            at = x(point.seconds)
+            yield f'<path d="M{at} {TOP}V{y(0)}" stroke="{GREY}"/>'
+            yield f'<text x="{at - 8:g}" y="{TOP - 4}" text-anchor="end">by examples</text>'
+            yield f'<text x="{at + 8:g}" y="{TOP - 4}">by reward</text>'
         path = "L".join(f"{x(point.seconds)} {y(point.value)}" for point in curve)
         yield f'<path d="M{path}" fill="none" stroke="{BLUE}" stroke-width="2.5" stroke-linejoin="round"/>'
         yield "</svg>"

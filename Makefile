@@ -32,7 +32,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-hosts test-slurm test-versions test-engines simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-trace bench-wan bench-weights bench-table peers bench-rl-quality bench-peers chaos docs site clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-hosts test-slurm test-versions test-engines simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-llm bench-trace bench-wan bench-weights bench-table peers bench-rl-quality bench-peers chaos docs site clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -244,6 +244,9 @@ bench-calls: $(READY) ## measures calls beside (after make peers) gRPC, Monarch 
 bench-stay: $(READY) ## measures what joins and deaths cost members that take 20 s to load (20 minutes; BENCH_JSON=FILE ONLY=events,spare,goodput BEFORE=COMMIT)
 	$(BIN)/python -m bench.bench_stay $(if $(ONLY),--only "$(ONLY)") $(if $(BEFORE),--before "$(BEFORE)")
 
+bench-llm: $(READY) ## measures reinforcement learning of a language model: with random kills, rates beside one process, and beside (after make peers) Ray and Monarch (25 minutes; BENCH_JSON=FILE ONLY=kills,rates,peers SYSTEMS=ours,ray,monarch ARGS="--quick")
+	$(BIN)/python -m bench.bench_llm $(if $(ONLY),--only "$(ONLY)") $(if $(SYSTEMS),--systems "$(SYSTEMS)") $(ARGS)
+
 bench-trace: $(READY) ## measures what traces cost: off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
 	$(BIN)/python -m bench.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
 
@@ -255,7 +258,7 @@ bench-wan: $(READY) ## measures the modes of ps on slow links, as root: bytes, r
 	  $(if $(LINKS),--links "$(LINKS)") $(if $(SEEDS),--seeds "$(SEEDS)") $(if $(ONLY),--only "$(ONLY)") $(ARGS)
 
 # a group that cannot be installed is left out: each has a gymnasium of its own
-peers: ## installs the libraries that rl, hybrid and calls are measured beside to build/peers/, each group in a venv of its own (15 minutes, 7 GB)
+peers: ## installs the libraries that rl, hybrid, calls and examples/grpo.py are measured beside to build/peers/, each group in a venv of its own (15 minutes, 9 GB)
 	@for group in sb3 sample-factory rllib torchrec grpc monarch ray; do \
 	  rm -f "build/peers/$$group/.ready"; \
 	  $(PYTHON) -m venv "build/peers/$$group" && build/peers/$$group/bin/python -m pip install \

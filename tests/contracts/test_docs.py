@@ -174,11 +174,11 @@ def commands_of(block: str) -> Iterator[list[str]]:
 
 
 def require_command(words: list[str]) -> None:
-    """Checks that the command line has the command of `words`, with their flags; those of `run` and of a job's options
+    """Checks that the command line has the command of `words`, with their flags; those of `run`, of `launch` and of a job's options
     have tests of their own."""
     (commands,) = [action.choices for action in WORDS._actions if isinstance(action, argparse._SubParsersAction)]
     assert words[0] in commands, words
-    if words[0] in ("run", "eval", "describe"):
+    if words[0] in ("run", "launch", "eval", "describe"):
         return
     parser = COMMANDS[words[0]].call(COMMANDS[words[0]].parser) if words[0] in COMMANDS else commands[words[0]]
     known = {option for action in parser._actions for option in action.option_strings}

@@ -174,7 +174,7 @@ def commands_of(block: str) -> Iterator[list[str]]:
 
 
 def require_command(words: list[str]) -> None:
-    """Checks that the command line has the command of `words`, with their flags; those of `run`, of `launch` and of a job's options
+    """Checks that the command line has the command of `words`, with their flags; those of a job and of its options
     have tests of their own."""
     (commands,) = [action.choices for action in WORDS._actions if isinstance(action, argparse._SubParsersAction)]
     assert words[0] in commands, words

@@ -11,7 +11,7 @@ from rolecall.config import Settings
 from rolecall.declare import registry
 from rolecall.errors import UsageError
 from rolecall.jobs.rl import RlSettings
-from rolecall.launch import local
+from rolecall.launch import here
 from rolecall.placement import FIRST_METRICS_PORT, FIRST_PORT, SLOTS, Placement
 
 RL = registry.get("rl")
@@ -142,7 +142,7 @@ def test_ranks_of_a_job_and_of_its_neighbours_have_ports_of_their_own() -> None:
     ]
     assert len({*taken}) == len(taken)
     assert min(taken) >= FIRST_PORT
-    assert max(taken) < FIRST_METRICS_PORT + 2 * SLOTS <= local.PORTS[0]
+    assert max(taken) < FIRST_METRICS_PORT + 2 * SLOTS <= here.PORTS[0]
     assert all(port % 2 == 0 for port in taken)  # rank 0 may take the next one too
 
 

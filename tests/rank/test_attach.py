@@ -243,9 +243,9 @@ def test_the_end_of_a_ready_worker_has_its_own_cause(monkeypatch: pytest.MonkeyP
     async def steps(play: Play) -> None:
         await play.running(part(1))
         await play.worker.detach(DEADLINE, "rank 0 does not answer")
-        os.kill(play.worker.pid, signal.SIGHUP)
+        os.kill(play.worker.pid, signal.SIGALRM)
         status = await play.until("ended")
-        assert (status.outcome, status.error) == ("killed", "killed by SIGHUP")
+        assert (status.outcome, status.error) == ("killed", "killed by SIGALRM")
 
     play(monkeypatch, obeys, steps)
 

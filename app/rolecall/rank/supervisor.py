@@ -99,10 +99,6 @@ class Supervisor:
                 scrapes=self._scrapes,
                 routes=[*self._signed_queries.routes(), *self._site.routes()],
             )
-            if self.is_rank0 and not self.run_pid:  # `rolecall run` says it itself
-                self.log.info(
-                    "this run as a page", url=f"http://{self.settings.master_addr}:{self.settings.metrics_port}/"
-                )
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._take_signal, signal.Signals(number).name)
             self.workers.prepare()
@@ -122,6 +118,10 @@ class Supervisor:
             await self._or_signal(self.workers.check(self.identity.role))
             if member.exit_code is not None:
                 return member.exit_code  # a signal came
+            if self.is_rank0 and not self.run_pid:  # `rolecall run` says it itself
+                self.log.info(
+                    "this run as a page", url=f"http://{self.settings.master_addr}:{self.settings.metrics_port}/"
+                )
             loops = [self._heartbeat_loop(), self._action_loop(), self._liveness_loop()]
             loops += coordinator.loops() if coordinator else []
             traces = collecting.collector(coordinator) if coordinator and self.settings.trace else None

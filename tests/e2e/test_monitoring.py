@@ -25,6 +25,8 @@ SILENT = {
     r"rolecall_ps_round_seconds": "no trainer has UPDATE_MODE=local",
     r"rolecall_gang_refused_total": "there was no stranger",
     r"rolecall_value": "the built-in jobs declare what they log",
+    r"rolecall_queue_": "and have no queues",
+    r"rolecall_weights_seconds": "nor subscriptions",
 }
 # are answered while an alert is pending
 OF_ALERTS = {query for queries in EVERY_QUERY.values() for query in queries if query.startswith("ALERTS{")}
@@ -38,6 +40,7 @@ RELAXED = {
     "RolecallLossNotFinite": [("> 0", ">= 0")],
     "RolecallCheckpointStale": [("> 3 * rolecall_checkpoint_interval_seconds + 120", "> -1")],
     "RolecallRestartLoop": [("> 3", ">= 0")],
+    "RolecallWeightsStale": [("> 0", ">= 0"), ("== 0", ">= 0")],
     "RolecallDiskSlow": [("> 10", ">= 0")],
     "RolecallMetricsAbsent": [("unless on (namespace, job) rolecall:rank:info", "and on (job) rolecall:rank:info")],
 }

@@ -244,7 +244,7 @@ RECOVERY = dashboard(
             graph("Stays", "none", "Members whose worker stayed alive from one generation to the next, since rank 0 "
                   "started.", (total("rolecall_gang_stays_total"), JOB)),
             graph("Stalls", "s", "Seconds that joins and losses cost the others' steps, by cause, in five minutes.",
-                  (f"sum by (namespace, job, cause) ({ranked('increase(rolecall_stalled_seconds_total[5m])')}) > 0",
+                  (f"sum by (namespace, job, cause) ({ranked('increase(rolecall_stalled_seconds_total[5m])')})",
                    JOB + " {{cause}}")),
             graph("Rank 0 unreachable", "ops", "Requests to rank 0's coordinator without an answer, per second.",
                   (ranked(rate("gang_unreachable_total")), RANK)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rolecall import telemetry
 from rolecall.config import Settings
@@ -139,6 +139,7 @@ class Progress:
     def _start(self, event: TrainingStarted) -> None:
         steps = {} if event.steps is None else {"steps": event.steps}
         self.logger.info("training", step=event.step, **steps, **event.facts)
+        telemetry.begin(self.metrics.stalled_seconds, get_args(Change))
         self.supervision.record("train", event.step, 0)
         if event.goal is not None:
             self.metrics.goal.set(event.goal)

@@ -28,7 +28,7 @@ class Network:
         self._tool = f"rc{pid}"
         # of the range that is meant for tests of networks, and routed nowhere
         self._prefix = f"198.{18 + pid // 256 % 2}.{pid % 256}"
-        self.address = f"{self._prefix}.254"  # of this process
+        self.own_address = f"{self._prefix}.254"  # of this process
         self._ranks: dict[str, int] = {}
 
     def start(self) -> None:
@@ -43,7 +43,7 @@ class Network:
             _ip("-n", self._hub, "link", "set", "bridge", "up")
             _ip("link", "add", self._tool, "type", "veth", "peer", "name", "tool", "netns", self._hub)
             _ip("-n", self._hub, "link", "set", "tool", "master", "bridge", "up")
-            _ip("addr", "add", f"{self.address}/24", "dev", self._tool)
+            _ip("addr", "add", f"{self.own_address}/24", "dev", self._tool)
             _ip("link", "set", self._tool, "up")
         except (OSError, subprocess.SubprocessError) as error:
             self.close()

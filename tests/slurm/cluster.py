@@ -90,7 +90,7 @@ class Slurm:
             places = {name: self._network.add(name) for name in self.names}
         except (NetworkError, OSError, subprocess.SubprocessError) as error:
             raise SlurmError(f"no network namespaces: {error}") from error
-        controller = self._network.address
+        controller = self._network.own_address
         self._spaces = {name: prefix[-1] for name, (_, prefix) in places.items()}
         addresses = {CONTROLLER: controller, **{name: address for name, (address, _) in places.items()}}
         lines = [f"{address} {name}" for name, address in addresses.items()]

@@ -220,7 +220,11 @@ class Exchange:
     ) -> None:
         runs = _missing_runs(version, request.cell)
         arguments = (self.copies.name, version.stamp, runs, CHUNKS_SECONDS)
-        future = connection.ask(request.source, "weights_chunks", *arguments, wait=CHUNKS_SECONDS)
+        try:
+            future = connection.ask(request.source, "weights_chunks", *arguments, wait=CHUNKS_SECONDS)
+        except CallError as error:  # in a thread of its own, which nobody waits for
+            answers.put(_Answer(request, runs, None, error))
+            return
 
         def answered(future: Any) -> None:
             error = future.exception()

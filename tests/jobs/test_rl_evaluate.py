@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,13 +20,13 @@ from gymnasium.spaces import Box, Discrete
 from PIL import Image
 from torch import Tensor, nn
 
-from rolecall import UsageError, __main__
+from rolecall import ProgramError, UsageError, __main__
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.errors import FAILED, USAGE
 from rolecall.jobs import rl
 from rolecall.jobs.rl import RlSettings, envs, evaluate, model
 from rolecall.jobs.rl.actor import Actor
-from rolecall.jobs.rl.evaluate import MAX_ENVIRONMENTS
+from rolecall.jobs.rl.evaluate import GROUP_SIZE
 from rolecall.jobs.rl.stepping import BrokenEnvError
 
 HERE = "tests.jobs.test_rl_evaluate"
@@ -85,6 +89,41 @@ class Paying(Counted):
         return observation, float(action), *rest  # type: ignore[return-value]
 
 
+class Meeting(Counted):
+    """Is reset once another process has got there too."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        Path(f"at-{os.getpid()}").touch()
+        deadline = time.monotonic() + 30
+        while len(list(Path().glob("at-*"))) < 2:
+            if time.monotonic() > deadline:
+                raise TimeoutError("nobody else is here")
+            time.sleep(0.01)
+        return super().reset(seed=seed)
+
+
+class Stuck(Counted):
+    """Does not return from a step, after `first` has been called."""
+
+    def first(self) -> None:
+        pass
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.first()
+        time.sleep(60)
+        raise AssertionError("nobody has stopped it")
+
+
+class Killed(Stuck):
+    def first(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Interrupting(Stuck):
+    def first(self) -> None:
+        os.kill(os.getppid(), signal.SIGINT)
+
+
 class Invisible(Counted):
     metadata: ClassVar = {"render_modes": []}
 
@@ -105,6 +144,10 @@ gymnasium.register("Counted-v0", Counted)
 gymnasium.register("Uneven-v0", Uneven)
 gymnasium.register("Endless-v1", Endless)
 gymnasium.register("Paying-v0", Paying)
+gymnasium.register("Meeting-v0", Meeting)
+gymnasium.register("Stuck-v0", Stuck)
+gymnasium.register("Killed-v0", Killed)
+gymnasium.register("Interrupting-v0", Interrupting)
 gymnasium.register("Invisible-v0", Invisible)
 gymnasium.register("Refusing-v0", Refusing)
 gymnasium.register("Wheel-v0", Counted, kwargs={"broken": True})
@@ -131,6 +174,19 @@ class Seeing(nn.Module):
         return torch.cat((-observations, observations), 1)
 
 
+class Failing(nn.Module):
+    """Passes the check with two observations."""
+
+    def forward(self, observations: Tensor) -> Tensor:
+        if len(observations) != 2:
+            raise OSError("out of paper")
+        return torch.zeros(2, 2)
+
+
+def failing(observation: Any, action: Any) -> nn.Module:
+    return Failing()
+
+
 def remembering(observation: Any, action: Any) -> nn.Module:
     return Remembering(0.5)
 
@@ -154,7 +210,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def setup(env: str = "Counted-v0", policy: str = "remembering", **others: Any) -> RlSettings:
-    given = {"env_id": env, "policy": f"{HERE}:{policy}" if policy else "", "normalize": False, "seed": 5}
+    given = {"env_id": env, "policy": f"{HERE}:{policy}" if policy else "", "normalize": False, "seed": 5, "threads": 1}
     return RlSettings(**{**given, **others})
 
 
@@ -199,7 +255,7 @@ def test_sampled_ones_vary_and_can_be_repeated() -> None:
     assert evaluated(setup(), episodes=50, deterministic=False) == result
 
 
-@pytest.mark.parametrize("episodes", [1, MAX_ENVIRONMENTS, 2 * MAX_ENVIRONMENTS + 30])
+@pytest.mark.parametrize("episodes", [1, GROUP_SIZE, 2 * GROUP_SIZE + 3])
 def test_each_episode_has_an_environment_and_a_seed_of_its_own(episodes: int) -> None:
     """In those that follow in the same one, which are shorter here, nobody looks."""
     result = evaluated(setup(), episodes=episodes)
@@ -267,6 +323,79 @@ def test_a_policy_that_does_not_fit_is_refused() -> None:
 def test_an_environment_that_breaks_is_named() -> None:
     with pytest.raises(BrokenEnvError, match=r"^ENV_ID=Wheel-v0: environment 0, step 4 .*OSError: the wheel came off$"):
         evaluated(setup("Wheel-v0"), episodes=2)
+
+
+# ---- several processes
+
+
+@pytest.mark.parametrize(
+    ("env", "others", "deterministic"),
+    [
+        ("CartPole-v1", {}, True),  # whose environments share a generator
+        ("CartPole-v1", {"memory": "lstm"}, False),
+        ("Pendulum-v1", {"exploration": "sde"}, False),
+    ],
+)
+def test_results_do_not_depend_on_the_number_of_environments(
+    env: str, others: dict[str, Any], deterministic: bool
+) -> None:
+    settings = RlSettings(env_id=env, threads=1, **others)
+    state = state_of(settings)
+    alone, *several = (
+        evaluated(settings, state, episodes=2 * GROUP_SIZE + 3, envs=count, deterministic=deterministic)
+        for count in (None, 2 * GROUP_SIZE, 2 * GROUP_SIZE + 1)
+    )
+    assert several == [alone, alone]
+    assert alone["std_return"] > 0
+
+
+@pytest.mark.parametrize("options", [{"envs": GROUP_SIZE + 1}, {}])
+def test_groups_are_stepped_at_once(options: dict[str, int]) -> None:
+    result = evaluated(setup("Meeting-v0", threads=2), episodes=3 * GROUP_SIZE, **options)
+    assert result["mean_length"] == LENGTH
+
+
+def test_the_episodes_that_are_not_filmed_are_played_in_processes(tmp_path: Path) -> None:
+    result = evaluated(setup("Uneven-v0"), episodes=31, envs=30, video=tmp_path / "a.gif")
+    assert (result["episodes"], result["min_return"], result["max_return"]) == (31, 2, 4)
+    assert len(Counted.seeds) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "others", "error", "line"),
+    [
+        ("Wheel-v0", {}, BrokenEnvError, r"ENV_ID=Wheel-v0: environment \d+, step 4 .*OSError: the wheel came off$"),
+        ("Stuck-v0", {"env_timeout": 0.5}, BrokenEnvError, r"ENV_ID=Stuck-v0: .* has not returned within ENV_TIMEOUT="),
+        ("Killed-v0", {}, BrokenEnvError, r"the process of episodes \d+ to \d+ was killed by SIGKILL; if memory "),
+        ("Nowhere-v0", {}, UsageError, "ENV_ID=Nowhere-v0: cannot be made "),
+        ("Counted-v0", {"policy": "failing"}, ProgramError, r".*test_rl_evaluate.py:\d+: OSError: out of paper$"),
+    ],
+)
+def test_an_error_in_a_process_is_one_line_and_ends_the_others(
+    capfd: pytest.CaptureFixture[str], env: str, others: dict[str, Any], error: type[Exception], line: str
+) -> None:
+    state = state_of(setup(policy=others.get("policy", "remembering")))
+    with pytest.raises(error, match=f"^{line}"):
+        evaluated(setup(env, **others), state, episodes=3 * GROUP_SIZE, envs=2 * GROUP_SIZE)
+    assert multiprocessing.active_children() == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_interrupt_leaves_nothing_behind(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            evaluated(setup("Interrupting-v0"), episodes=3 * GROUP_SIZE, envs=2 * GROUP_SIZE)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert multiprocessing.active_children() == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "choose_device", lambda *_: torch.device("cuda"))
+    with pytest.raises(UsageError, match=r"^--envs: the policy runs on cuda, in one process; leave it out, or set "):
+        evaluated(setup(), episodes=3, envs=20)
 
 
 # ---- the video
@@ -399,7 +528,7 @@ def test_the_command_takes_the_options(saved: Path, capsys: pytest.CaptureFixtur
         (("--episodes", "0"), "--episodes='0': input should be greater than or equal to 1 (int, 1 to 1000000)"),
         (
             ("--frames", "3"),
-            "--frames: rl's evaluate has no such option; it takes --episodes, --deterministic, "
+            "--frames: rl's evaluate has no such option; it takes --episodes, --envs, --deterministic, "
             "--video, --env-id, --wrappers, --policy",
         ),
         (("--prompt", "x"), "--prompt: rl writes no text; leave it out"),

@@ -19,8 +19,18 @@ from typing import Any, TypeVar
 from rolecall.context.context import choose_device
 from rolecall.context.memory import keep_freed_memory
 from rolecall.context.progress_bar import progress, track
+from rolecall.declare.loader import explain
 
-__all__ = ["cached", "choose_device", "keep_freed_memory", "progress", "standard_library", "track", "versions"]
+__all__ = [
+    "cached",
+    "choose_device",
+    "explain",
+    "keep_freed_memory",
+    "progress",
+    "standard_library",
+    "track",
+    "versions",
+]
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 MAX_CACHE_BYTES = 2**28  # in a container, the temporary directory is memory

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -15,13 +16,16 @@ from rolecall.jobs.rl import RlSettings, model
 from rolecall.jobs.rl.actor import Actor
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.messages import Array, Done
+from rolecall.jobs.rl.processes import Advance, OnHang, play_each
 from rolecall.jobs.rl.spaces import Spaces
-from rolecall.jobs.rl.stepping import Envs
+from rolecall.jobs.rl.stepping import Envs, abandon
 from rolecall.jobs.rl.video import FilmedEnv, Video
 from rolecall.jobs.support import choose_device, progress
 
 SEED_OFFSET = 1_000_003  # gives episodes that were not trained on
-MAX_ENVIRONMENTS = 100  # stepped together
+# stepped together; a constant, because an episode's numbers depend on the batch that its observations are in
+GROUP_SIZE = 10
+GPU_GROUP_SIZE = 100
 MAX_EPISODE_STEPS = 30_000  # more than ALE's 27,000; ends episodes that would not end
 
 
@@ -30,34 +34,62 @@ def evaluate(
     state: dict[str, Any],
     *,
     episodes: Annotated[int, Field(ge=1, le=1_000_000, description="how many")] = 100,
+    envs: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=100_000,
+            description=f"environments at once, rounded up to a multiple of {GROUP_SIZE}, which share a process; "
+            f"empty: {GROUP_SIZE} for each of THREADS, or for each core",
+        ),
+    ] = None,
     deterministic: Annotated[
         bool, Field(description="take the most probable action; otherwise sample it, as in training")
     ] = True,
     video: Annotated[Path | None, Field(description="show the first one in FILE.mp4 or FILE.gif")] = None,
 ) -> dict[str, float]:
-    """The returns and lengths of `episodes` new episodes.
+    """The returns and lengths of `episodes` new episodes, which do not depend on `envs`.
 
     Each has a separate environment: if environments were used again, short episodes would count more. An episode that
-    has not ended after MAX_EPISODE_STEPS counts as it is then. Raises UsageError, and BrokenEnvError.
+    has not ended after MAX_EPISODE_STEPS counts as it is then. On a GPU, one process plays groups of GPU_GROUP_SIZE.
+    Raises UsageError, BrokenEnvError, and ProgramError if the policy raises in another process.
     """
-    device, seed, played = choose_device(settings.device, "DEVICE"), settings.seed + SEED_OFFSET, list[Played]()
+    device, seed = choose_device(settings.device, "DEVICE"), settings.seed + SEED_OFFSET
+    if device.type != "cpu" and envs is not None:
+        raise UsageError(f"--envs: the policy runs on {device.type}, in one process; leave it out, or set DEVICE=cpu")
+    first = 0 if video is None else 1  # of those that are not filmed
+    size = GROUP_SIZE if device.type == "cpu" else GPU_GROUP_SIZE
+    groups = [range(number, min(number + size, episodes)) for number in range(first, episodes, size)]
+    wanted = 1 if device.type != "cpu" else settings.cpu_threads if envs is None else math.ceil(envs / size)
+    processes = max(1, min(wanted, len(groups)))
+    shared = settings.model_copy(update={"threads": max(1, settings.cpu_threads // processes)})
 
-    def play(group: Envs) -> None:
-        torch.set_num_threads(settings.cpu_threads if group.spaces.pixels else 1)  # threads slow down small operations
+    def play_in(group: Envs, advance: Advance) -> Played:
+        # on a busy machine torch's threads wait for each other: with two, a step in Boxing took ten times as long
+        torch.set_num_threads(1)
+        torch.manual_seed(group.seed)
         trained = restore(settings, group.spaces, state)
         held = None if deterministic else choose(settings, group.spaces).rollout_steps
-        played.append(_play(Actor(trained, device), group, held, advance))
+        played = _play(Actor(trained, device), group, held, advance)
         group.close()
+        return played
 
-    torch.manual_seed(seed)
+    def play(numbers: range, advance: Advance, on_hang: OnHang = abandon) -> Played:
+        return play_in(Envs(shared, len(numbers), seed + numbers.start, numbers.start, on_hang), advance)
+
+    played = dict[int, Played]()
     with progress("evaluating", episodes, "episodes") as advance:
         if video is not None:
             with Video(video) as film:
-                play(FilmedEnv(settings, seed, film))
-        first = len(played)
-        for number in range(first, episodes, MAX_ENVIRONMENTS):
-            play(Envs(settings, min(MAX_ENVIRONMENTS, episodes - number), seed + number, number))
-    returns, lengths, ended = (np.concatenate(column) for column in zip(*played, strict=True))
+                played[0] = play_in(FilmedEnv(settings, seed, film), advance)
+        if processes > 1:
+            with closing(play_each(groups, processes, play, advance)) as results:
+                played.update((numbers.start, result) for numbers, result in results)
+        else:
+            played.update((numbers.start, play(numbers, advance)) for numbers in groups)
+    returns, lengths, ended = (
+        np.concatenate(column) for column in zip(*(played[number] for number in sorted(played)), strict=True)
+    )
     return {
         "episodes": episodes,
         "mean_return": float(returns.mean()),
@@ -87,7 +119,7 @@ class Played(NamedTuple):
     ended: Array
 
 
-def _play(actor: Actor, group: Envs, held: int | None, advance: Callable[[float], None]) -> Played:
+def _play(actor: Actor, group: Envs, held: int | None, advance: Advance) -> Played:
     """Samples actions, with new noise every `held` steps, or takes the most probable actions if `held` is None."""
     n = len(group.dones)
     memory, returns, lengths, ended = actor.remember(n), np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.bool_)

@@ -5,6 +5,7 @@ A fork has the settings, the weights and the registered environments, and starts
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ from rolecall.jobs.support import explain
 
 CHECK_SECONDS = 1.0  # between two checks for a process that has died
 STOP_SECONDS = 5.0  # limit for all processes to close their environments
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CONTEXT = multiprocessing.get_context("fork")
 T = TypeVar("T")
 Advance = Callable[[float], None]  # reports that so many more episodes have ended
@@ -86,7 +88,7 @@ def _start(group: range, play: Callable[[range, Advance, OnHang], Any]) -> tuple
 def _receive(receiver: Connection, sent_by: _Running) -> Any:
     """The next message of a process, None if there is none yet, or an error if it has died."""
     alive = sent_by.process.is_alive()  # if its own processes are alive, they hold the pipe open
-    with suppress(EOFError):
+    with suppress(EOFError, OSError):  # OSError: in the middle of a message
         if receiver.poll():
             return receiver.recv()
         if alive:
@@ -108,8 +110,7 @@ def _stop(processes: list[Any]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
-            process.join()
-        process.close()
+            process.join(STOP_SECONDS)
 
 
 # ---- in the process
@@ -118,6 +119,7 @@ def _stop(processes: list[Any]) -> None:
 def _work(sender: Connection, group: range, play: Callable[[range, Advance, OnHang], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends this process
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # if the parent is killed
 
     def advance(episodes: float) -> None:
         if episodes:

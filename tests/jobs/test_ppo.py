@@ -16,11 +16,12 @@ from torch import Tensor, distributions, nn
 
 from rolecall.jobs.rl import learner as rl_learner
 from rolecall.jobs.rl import messages
+from rolecall.jobs.rl.defaults import discount
 from rolecall.jobs.rl.distributions import StateDependent
 from rolecall.jobs.rl.learner import Learner, Update
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
 from rolecall.jobs.rl.spaces import Space
-from tests.jobs.rl_parts import TWO, changed, make, random_trajectory, spaces_of, weights, with_sgd
+from tests.jobs.rl_parts import TWO, changed, make, random_trajectory, same, spaces_of, weights, with_sgd
 
 VECTOR, CONTROLS, CHOICES = Box(-10, 10, (4,), np.float32), Box(-1, 1, (2,), np.float32), MultiDiscrete([2, 3])
 RATE = 0.3
@@ -328,6 +329,7 @@ def test_policy_stays_if_all_returns_are_alike() -> None:
 
     def wanders(noise: float) -> tuple[float, Learner]:
         learner = make(lr=1e-3, target_kl=0.01, epochs=10, gamma=0.0)
+        learner.update([acted(learner, 100, 6.0)])  # there is something to learn
         before = copy.deepcopy(learner.model)
         for seed in range(15):
             learner.update([acted(learner, seed, noise)])
@@ -339,11 +341,42 @@ def test_policy_stays_if_all_returns_are_alike() -> None:
     (free, _), (held, alike) = wanders(100.0), wanders(0.01)
     assert held < free / 20
     assert alike.update([acted(alike, 1, 0.01)]).passes == 1
-    rate = alike.rate
-    again = alike.update([acted(alike, 1, 100.0)])  # failures are a signal again
-    assert again.passes > 1
-    assert rate < 1e-3
-    assert alike.rate > 3 * rate
+    assert alike.update([acted(alike, 1, 100.0)]).passes > 1  # failures are a signal again
+
+
+def test_policy_moves_before_rewards_have_differed() -> None:
+    """A policy that has not found anything yet may move: only another one finds rewards."""
+    learner = make(lr=1e-3, target_kl=0.01, epochs=10, gamma=0.0)
+    assert learner.update([acted(learner, 0, 0.0)]).passes > 1
+    assert learner.update([acted(learner, 1, 0.0)]).passes > 1
+    learner.update([acted(learner, 2, 6.0)])
+    assert learner.update([acted(learner, 3, 0.0)]).passes == 1
+    resumed = make(lr=1e-3, target_kl=0.01, epochs=10, gamma=0.0)
+    resumed.load_state_dict(learner.state_dict())
+    assert resumed.update([acted(resumed, 4, 0.0)]).passes == 1
+
+
+def test_rewards_that_differ_are_a_signal_in_returns_that_are_alike() -> None:
+    """Of a walker that stands still: nearly all of its return is for staying alive, little for each step forward."""
+    learner = make(lr=1e-3, target_kl=0.01, epochs=10, gamma=0.999)
+    learner.update([acted(learner, 100, 6.0)])
+    still = acted(learner, 0, 10.0)
+    dones = np.zeros_like(still.dones)  # the value of the last observation is that of a thousand rewards
+    alive = changed(still, dones=dones, experience=np.ones_like(still.experience), rewards=still.rewards + 1000)
+    assert learner.update([alive]).passes > 1
+
+
+@pytest.mark.parametrize(
+    ("progress", "longest", "horizon"),
+    [(0.0, 1000, 100), (0.5, 1000, 316.2), (1.0, 1000, 1000), (1.0, 10**6, 1000), (0.5, 200, 141.4), (0.5, 0, 50)],
+)
+def test_horizon_grows_with_progress_to_the_longest_episode(progress: float, longest: int, horizon: float) -> None:
+    assert 1 / (1 - discount(progress, longest)) == pytest.approx(horizon, rel=1e-3)
+    delayed = random_trajectory(1, spaces=spaces_of(VECTOR, CONTROLS))
+    given, chosen = make(VECTOR, CONTROLS, gamma=discount(progress, longest)), make(VECTOR, CONTROLS, gamma=None)
+    for learner in (given, chosen):
+        learner.update([delayed], progress, longest)
+    assert same(weights(given), weights(chosen))
 
 
 def test_an_older_policy_that_acted_is_no_divergence() -> None:

@@ -24,7 +24,7 @@ class Choices:
     epochs: int
     minibatches: int
     lr: float
-    gamma: float
+    gamma: float | None  # None: by progress and the longest episode, see `discount`
     gae_lambda: float
     clip_ratio: float
     target_kl: float
@@ -34,6 +34,7 @@ class Choices:
     hidden_size: int
 
 
+FIRST_HORIZON, MIN_HORIZON, MAX_HORIZON = 100.0, 50.0, 1000.0  # steps, of the discount by progress
 # common values of PPO
 PPO = Choices(
     num_envs=16,
@@ -41,7 +42,7 @@ PPO = Choices(
     epochs=10,
     minibatches=8,
     lr=1e-3,
-    gamma=0.99,
+    gamma=None,
     gae_lambda=0.95,
     clip_ratio=0.2,
     target_kl=0.01,
@@ -58,6 +59,7 @@ DEFAULTS: dict[Kind, Choices] = {
         epochs=1,
         minibatches=4,
         lr=1e-2,
+        gamma=0.99,
         gae_lambda=1.0,
         target_kl=0.0,
         normalize=False,
@@ -67,7 +69,7 @@ DEFAULTS: dict[Kind, Choices] = {
     # one number: wide noise that is held reaches states that no single action reaches
     "scalar": replace(PPO, num_envs=8, rollout_steps=128, target_kl=0.03, exploration="sde"),
     # several numbers: wide noise hides the effect of each
-    "continuous": replace(PPO, gamma=0.995),
+    "continuous": PPO,
     # the samples of two observers make minibatches of 256
     "pixels": replace(
         PPO,
@@ -75,6 +77,7 @@ DEFAULTS: dict[Kind, Choices] = {
         rollout_steps=128,
         epochs=4,
         lr=2.5e-4,
+        gamma=0.99,
         clip_ratio=0.1,
         target_kl=0.0,
         entropy_coef=0.01,
@@ -93,6 +96,17 @@ def kind(settings: RlSettings, spaces: Spaces) -> Kind:
     if not spaces.continuous:
         return "discrete"
     return "scalar" if spaces.action_shape == (1,) else "continuous"
+
+
+def discount(progress: float, longest: int) -> float:
+    """The discount after this share of the training, 0 to 1, of a task whose `longest` episode has so many steps.
+
+    Its horizon, 1 / (1 - discount) steps, grows from FIRST_HORIZON to the longest episode (François-Lavet et al. 2015):
+    with a far horizon from the start, a walker stands still, because to stay alive is worth more than to move.
+    """
+    last = min(max(longest, MIN_HORIZON), MAX_HORIZON)
+    first = min(FIRST_HORIZON, last)
+    return 1 - 1 / float(first ** (1 - progress) * last**progress)
 
 
 def choose(settings: RlSettings, spaces: Spaces) -> Choices:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.defaults import Choices
+from rolecall.jobs.rl.defaults import Choices, discount
 from rolecall.jobs.rl.messages import PolicyState, Trajectory
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
 from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
@@ -31,7 +31,7 @@ LR_CHANGE_FACTOR = 1.5
 MIN_LR, MAX_LR = 1e-5, 2e-3  # bounds of the adaptive learning rate
 LR_DECAY_SHARE = 0.5  # last share of the training, in which the upper bound falls to 0
 KL_STOP_FACTOR = 4.0  # times TARGET_KL: an iteration's passes end
-MIN_SIGNAL = 0.005  # of the returns: smaller advantages are mostly the critic's errors
+MIN_SIGNAL = 0.005  # of the returns, or of the rewards: smaller differences are mostly the critic's errors
 VALUE_COEF = 0.5  # of the value loss: PPO's usual half
 RETURN_STATISTICS_DECAY = 0.95  # of the mean and variance that normalise values
 MAX_GRAD_NORM = 0.5  # global norm that gradients are clipped to
@@ -72,15 +72,18 @@ class Learner:
         self._threads = threads
         self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
+        self._gamma, self._found = 0.0, False  # whether rewards or ends have differed yet
         self._target_kl, self._max_rate = choices.target_kl, max(MAX_LR, choices.lr)
         self._shuffle = torch.Generator().manual_seed(settings.seed)
 
-    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
+    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
         """Makes the update of an iteration: EPOCHS passes of MINIBATCHES optimizer steps, fewer if the policy diverges
         or the advantages are noise.
 
-        `progress` is the completed share of the training, 0 to 1, which bounds the adaptive learning rate.
+        `progress` is the completed share of the training, 0 to 1, which bounds the adaptive learning rate. The
+        discount depends on it and on `longest`, the steps that an episode may have, unless GAMMA is given.
         """
+        self._gamma = discount(progress, longest) if self.choices.gamma is None else self.choices.gamma
         if self.model.normalizer is not None:
             for trajectory in trajectories:
                 seen = to_tensor(trajectory.observations[:-1][trajectory.experience], self.device)
@@ -93,9 +96,7 @@ class Learner:
         explained = _explained(samples.returns[used], samples.values[used])
         advantages = samples.returns - samples.values
         deviation, mean = torch.std_mean(advantages[used], unbiased=False)
-        # normalised noise weighs as much as a signal, and would move a policy that cannot improve by TARGET_KL
-        signal = float(deviation / (MIN_SIGNAL * samples.returns[used].square().mean().sqrt() + 1e-8))
-        informed = min(1.0, signal**2) if self.choices.target_kl else 1.0
+        informed = self._informed(float(deviation), samples.returns[used], trajectories)
         self._target_kl = self.choices.target_kl * informed
         self._normalise(samples.returns[used])
         samples.values = (advantages - mean) / (deviation + 1e-8)  # from here on, the advantages of the loss
@@ -105,6 +106,20 @@ class Learner:
         self.version += 1
         means = Update(*(sums / max(steps, 1)).tolist())
         return means._replace(explained=explained, passes=steps / self._minibatches(samples))
+
+    def _informed(self, deviation: float, returns: Tensor, trajectories: Sequence[Trajectory]) -> float:
+        """How much of the advantages, with this standard deviation, is more than the critic's errors: 0 to 1.
+
+        Normalised errors weigh as much as a signal, and would move a policy that cannot improve by TARGET_KL. Before
+        the first signal they may: nothing is lost, and another policy may find rewards.
+        """
+        rewards = np.concatenate([trajectory.rewards[trajectory.experience] for trajectory in trajectories])
+        signal = max(
+            deviation / (MIN_SIGNAL * float(returns.square().mean().sqrt()) + 1e-8),
+            float(rewards.std()) / (MIN_SIGNAL * float(np.sqrt(np.square(rewards).mean())) + 1e-8),
+        )
+        self._found = self._found or signal >= 1.0
+        return min(1.0, signal**2) if self.choices.target_kl and self._found else 1.0
 
     def _passes(self, samples: Samples, count: int) -> tuple[Tensor, int]:
         """The optimizer steps of `count` passes. Returns the sums of `_loss`'s parts [5], and the number of steps."""
@@ -154,7 +169,7 @@ class Learner:
 
     def _samples(self, trajectory: Trajectory) -> Samples:
         """The experience of a trajectory with the values of the model; not normalised."""
-        gamma, decay = self.choices.gamma, self.choices.gae_lambda
+        gamma, decay = self._gamma, self.choices.gae_lambda
         if self.model.state_size:
             return sequences_of(trajectory, self._values_of_sequences, gamma, decay, self.device)
         return steps_of(trajectory, self._values, gamma, decay, self.device)
@@ -259,6 +274,7 @@ class Learner:
             "mean": self._mean,
             "square": self._square,
             "shuffle": self._shuffle.get_state(),
+            "found": self._found,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -270,6 +286,7 @@ class Learner:
             self._set_rate(rate)
         self.version, self._mean, self._square = state["version"], state["mean"], state["square"]
         self._shuffle.set_state(state["shuffle"])
+        self._found = state.get("found", True)  # an earlier version's checkpoint has no such value
 
 
 def _explained(returns: Tensor, values: Tensor) -> float:

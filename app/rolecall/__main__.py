@@ -239,10 +239,10 @@ def _run(target: str, words: Sequence[str]) -> int:
     target, words = registry.program(target, [*given, *values])
     registry.require_target(target)
     if options.hosts and not {"-h", "--help"} & set(given):
-        from rolecall.launch import hosts, local
+        from rolecall.launch import hosts
 
         with sources.passed_on(registry.sources_of(target)):
-            return local.run_on_hosts(target, words, hosts.placement(options))
+            return hosts.run(target, words, hosts.placement(options))
     # the zygote imports torch while this process imports the rest
     with sources.passed_on(registry.sources_of(target)), Zygote(target) as zygote:
         from rolecall.launch import local

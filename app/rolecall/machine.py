@@ -1,12 +1,15 @@
-"""This machine: usable cores, other users, and the process's title."""
+"""This machine: usable cores, other users, versions, and the process's title."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import platform
 import pwd
+from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import setproctitle
@@ -47,6 +50,27 @@ def other_people() -> list[str]:
             if user >= FIRST_USER and Path(entry.pw_shell).name not in NO_LOGIN:
                 names.add(entry.pw_name)
     return sorted(names)
+
+
+class Versions(NamedTuple):
+    """The versions of torch, empty if it is not installed, and of Python."""
+
+    torch: str
+    python: str
+
+
+def versions() -> Versions:
+    """Those of this process; torch is not imported."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = ""
+    return Versions(torch, platform.python_version())
+
+
+def minor(version: str) -> str:
+    """The part of a version that must be the same in all ranks: 2.13 of 2.13.1+cpu."""
+    return ".".join(version.partition("+")[0].split(".")[:2])
 
 
 def name_process(job: str, role: str, ordinal: int | None, part: str) -> None:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rolecall import machine
 from rolecall.config import __version__
 from rolecall.errors import CRASHED, UsageError
 from rolecall.launch import host_messages, ssh
 from rolecall.launch.here import writer_of
-from rolecall.launch.host_messages import Alive, Drain, Ended, Files, Kill, Output, Ready, Setup, Start, Started, ToHost
+from rolecall.launch.host_messages import Alive, Drain, Ended, Files, Kill, Output, Ready, Start, Started, ToHost
+from rolecall.machine import Versions
 from rolecall.rank.guard import CrashBackoff
 
 READY_SECONDS = 60.0  # from the connection to the first message
@@ -66,10 +68,12 @@ class Connection:
         self.began = time.monotonic()
         self.over = asyncio.Event()
 
-    async def open(self, setup: Setup) -> Ready:
-        """Connects. Raises UsageError, and leaves nothing behind then."""
+    async def open(self, job: str) -> Ready:
+        """Connects; the host makes the imports of the built-in `job`, if it is one. Raises UsageError, and leaves
+        nothing behind then."""
         self.socket.unlink(missing_ok=True)  # of a client that was killed
-        command = ssh.connect(self.host, self.socket, [self._python, "-P", "-m", "rolecall.launch.hosted"])
+        program = [self._python, "-P", "-m", "rolecall.launch.hosted", *filter(None, [job])]
+        command = ssh.connect(self.host, self.socket, program)
         try:
             self._ssh = await asyncio.create_subprocess_exec(
                 *command,
@@ -87,7 +91,6 @@ class Connection:
         errors = asyncio.create_task(self._read_errors())
         self._tasks.append(errors)
         try:
-            self.send(setup)
             async with asyncio.timeout(READY_SECONDS):
                 ready = await self._first()
                 if ready is None:
@@ -182,11 +185,11 @@ class Connection:
 
 class Host:
     """Starts ranks on the host `host`, as `Place`, and connects again after a cut. `socket` is of ssh's connection,
-    `setup` the first message, and `show` displays a line."""
+    `job` the run's if it is a built-in one, and `show` displays a line."""
 
-    def __init__(self, host: str, python: str, socket: Path, setup: Setup, show: Callable[[str], None]) -> None:
+    def __init__(self, host: str, python: str, socket: Path, job: str, show: Callable[[str], None]) -> None:
         self.host = host
-        self._python, self._socket, self._setup, self._show = python, socket, setup, show
+        self._python, self._socket, self._job, self._show = python, socket, job, show
         self._files: Files | None = None
         self._forwarded: tuple[int, int] | None = None
         self._connection: Connection | None = None
@@ -195,13 +198,22 @@ class Host:
     async def connect(self) -> Ready:
         """Connects. Raises UsageError."""
         connection = Connection(self.host, self._python, self._socket, self._show)
-        ready = await connection.open(self._setup)
+        ready = await connection.open(self._job)
         self._connection = connection
+        self._compare(Versions(ready.torch, ready.python), machine.versions())
         if self._files:
             connection.send(self._files)
         if self._forwarded:
             await self._forward(*self._forwarded)
         return ready
+
+    def _compare(self, there: Versions, here: Versions) -> None:
+        """Displays a line if the versions of torch and Python are too different."""
+        if [*map(machine.minor, there)] != [*map(machine.minor, here)]:
+            self._show(
+                f"rolecall: warning: {self.host}: {self._python} is {_spelled(there)}, and this is {_spelled(here)}; "
+                "ranks may not understand each other: install the same versions, or name another Python with --python"
+            )
 
     def send_files(self, files: Files) -> None:
         """Has the host hold the job's files."""
@@ -268,3 +280,7 @@ class Host:
             await asyncio.wait({self._connecting})
         if self._connection:
             await self._connection.close()
+
+
+def _spelled(versions: Versions) -> str:
+    return f"Python {versions.python} with torch {versions.torch or 'missing'}"

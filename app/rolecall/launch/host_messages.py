@@ -16,14 +16,6 @@ MAX_LINE_BYTES = 2**26  # a job's files, as base64
 
 
 @dataclass(frozen=True)
-class Setup:
-    """Which job the ranks will be of: what is slow to import is imported now."""
-
-    target: str
-    kind: Literal["setup"] = "setup"
-
-
-@dataclass(frozen=True)
 class Files:
     """The job's files, by their paths in its folder, which is the ranks' working directory."""
 
@@ -69,11 +61,14 @@ class Alive:
 
 @dataclass(frozen=True)
 class Ready:
-    """The first message: the version of Rolecall there, and two free ports for rank 0."""
+    """The first message: the version of Rolecall there, two free ports for rank 0, and the versions of Python and
+    torch, which older versions do not send."""
 
     version: str
     port: int
     metrics_port: int
+    python: str = ""
+    torch: str = ""
     kind: Literal["ready"] = "ready"
 
 
@@ -104,7 +99,7 @@ class Ended:
     kind: Literal["ended"] = "ended"
 
 
-ToHost = Setup | Files | Start | Drain | Kill | Alive
+ToHost = Files | Start | Drain | Kill | Alive
 FromHost = Ready | Started | Output | Ended
 _TO_HOST: TypeAdapter[ToHost] = TypeAdapter(Annotated[ToHost, Field(discriminator="kind")])
 _FROM_HOST: TypeAdapter[FromHost] = TypeAdapter(Annotated[FromHost, Field(discriminator="kind")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import shutil
 import sys
@@ -13,15 +14,16 @@ from pathlib import Path
 
 from rolecall import config
 from rolecall.config import Settings
-from rolecall.declare import flags, loader, registry, sources
+from rolecall.declare import describe, flags, loader, registry, sources
 from rolecall.declare.describe import Description
 from rolecall.errors import UsageError
 from rolecall.launch import here, ssh
 from rolecall.launch.host import Host
-from rolecall.launch.host_messages import Files, Setup
+from rolecall.launch.host_messages import Files
 from rolecall.secret import read_token
 
 SCRIPT = "script"  # the job whose setting of that name is a user's file
+RUN = "rolecall.launch.local"  # a name: it is imported while the hosts start
 LOOPBACK = ("localhost", "127.", "::1")
 
 
@@ -76,9 +78,9 @@ class Hosts:
         here.remove_leftovers()
         self._folder, self._lock = here.temporary_folder()  # with the sockets of ssh's connections
         self._show: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
-        setup = Setup(target if target in registry.JOBS else "")
+        job = target if target in registry.JOBS else ""
         self._hosts = {
-            host: Host(host, placement.python, self._folder / f"ssh{number}", setup, self.show)
+            host: Host(host, placement.python, self._folder / f"ssh{number}", job, self.show)
             for number, host in enumerate(placement.all)
         }
         self._dealt = 0  # ranks whose role has no hosts of its own
@@ -178,6 +180,36 @@ class Hosts:
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # closed before
             os.close(self._lock)
+
+
+def run(target: str, words: Sequence[str], placement: Placement) -> int:
+    """Runs the job `target`, with the flags in `words`, on hosts. Returns the exit code. Raises UsageError, and
+    SystemExit as `describe.ask` does."""
+
+    def described() -> Description | SystemExit:
+        importlib.import_module(RUN)
+        try:
+            return describe.ask(target, words)
+        except SystemExit as end:  # it would end the event loop
+            return end
+
+    async def main() -> int:
+        hosts = Hosts(placement, target)
+        connecting = asyncio.create_task(hosts.connect())  # the hosts import torch meanwhile
+        try:
+            job = await asyncio.to_thread(described)
+            if isinstance(job, SystemExit):
+                return job.code if isinstance(job.code, int) else 1
+            await connecting
+            from rolecall.launch import local  # `described` has imported it
+
+            return await local.run_on_hosts(job, hosts)
+        finally:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            await hosts.close()
+
+    return asyncio.run(main())
 
 
 def _sent(job: Description) -> tuple[Description, Files]:

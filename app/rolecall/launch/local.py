@@ -21,7 +21,7 @@ from rolecall.declare.describe import Description
 from rolecall.errors import UNSAVED, USAGE, UsageError
 from rolecall.launch.control import Control, ListedRank
 from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, Machines, remove_leftovers, temporary_folder
-from rolecall.launch.hosts import Hosts, Placement
+from rolecall.launch.hosts import Hosts
 from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
 from rolecall.observe import ask, targets
@@ -390,33 +390,11 @@ def run(job: Description, zygote: Zygote | None = None) -> int:
     return asyncio.run(main())
 
 
-def run_on_hosts(target: str, words: Sequence[str], placement: Placement) -> int:
-    """Runs the job `target`, with the flags in `words`, on hosts. Returns the exit code. Raises UsageError, and
-    SystemExit as `describe.ask` does."""
-
-    def described() -> Description | SystemExit:
-        try:
-            return describe.ask(target, words)
-        except SystemExit as end:  # it would end the event loop
-            return end
-
-    async def main() -> int:
-        hosts = Hosts(placement, target)
-        connecting = asyncio.create_task(hosts.connect())  # the hosts import torch meanwhile
-        try:
-            job = await asyncio.to_thread(described)
-            if isinstance(job, SystemExit):
-                return job.code if isinstance(job.code, int) else 1
-            await connecting
-            settings = _settings(job)
-            await hosts.prepare(job, settings)
-            return await LocalRun(hosts.job, settings, live=_live(job), hosts=hosts).run()
-        finally:
-            connecting.cancel()
-            await asyncio.gather(connecting, return_exceptions=True)
-            await hosts.close()
-
-    return asyncio.run(main())
+async def run_on_hosts(job: Description, hosts: Hosts) -> int:
+    """Runs `job` on `hosts`, to which the connections are there. Returns the exit code. Raises UsageError."""
+    settings = _settings(job)
+    await hosts.prepare(job, settings)
+    return await LocalRun(hosts.job, settings, live=_live(job), hosts=hosts).run()
 
 
 def _settings(job: Description) -> Settings:

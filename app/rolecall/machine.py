@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import pwd
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import setproctitle
 FIRST_USER, NOBODY = 1000, 65534  # lower user ids, and the second, belong to services
 NO_LOGIN = ("nologin", "false")  # shells
 LOGIN_SERVICES = ("systemd-logind", "elogind", "sshd")  # a container has none of them
+SUPERVISOR = "supervisor"  # a part
 TITLE = "rolecall: "  # the beginning of a process's title; its last word is the part
 
 
@@ -99,6 +101,16 @@ def part_of(process: psutil.Process) -> str:
     """The part in a process's title; the program's name if it has none. Raises psutil.Error."""
     title = _title(process)
     return title.rpartition(" ")[2] if title.startswith(TITLE) else process.name()
+
+
+def parts(supervisor: int) -> Iterator[tuple[str, psutil.Process]]:
+    """The processes of a rank by part, its supervisor first; none if that has ended."""
+    with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        process = psutil.Process(supervisor)
+        yield SUPERVISOR, process
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                yield part_of(child), child
 
 
 def _title(process: psutil.Process) -> str:

@@ -135,7 +135,11 @@ def test_a_run_on_four_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None
             assert token.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
     assert not [file for name in NAMES for file in hosts.homes[name].rglob("*token*")]
     assert "starting worker 5" in run.call("scale", "worker=6")
-    assert "killed worker 1" in run.call("kill", "worker_1")
+    assert "worker 0: has no process 'decoder'; its parts are: supervisor, " in run.call(
+        "kill", "worker_0", "--part", "decoder"
+    )
+    assert re.search(r"killed worker 0 on b: worker \d+\n", run.call("kill", "worker_0", "--part", "worker"))
+    assert re.search(r"killed worker 1 on c: supervisor \d+, .*worker \d+", run.call("kill", "worker_1"))
     run.until(lambda: "worker 1 crashed (SIGKILL), restarting it" in run.shown)
     run.until(lambda: len(re.findall(r"gang joined.*worker", run.shown)) >= 2)
     assert run.end(signal.SIGINT) == INTERRUPTED

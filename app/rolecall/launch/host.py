@@ -13,13 +13,27 @@ from rolecall import machine
 from rolecall.config import __version__
 from rolecall.errors import CRASHED, UsageError
 from rolecall.launch import host_messages, ssh
-from rolecall.launch.here import writer_of
-from rolecall.launch.host_messages import Alive, Drain, Ended, Files, Kill, Output, Ready, Start, Started, ToHost
+from rolecall.launch.here import Killed, writer_of
+from rolecall.launch.host_messages import (
+    Alive,
+    Drain,
+    Ended,
+    Files,
+    Kill,
+    KillPart,
+    Output,
+    PartKilled,
+    Ready,
+    Start,
+    Started,
+    ToHost,
+)
 from rolecall.machine import Versions
 from rolecall.rank.guard import CrashBackoff
 
 READY_SECONDS = 60.0  # from the connection to the first message
 ALIVE_SECONDS = 3.0  # between two messages that only say that this side lives
+KILL_SECONDS = 5.0  # for a host to answer that it has killed a part of a rank
 CLOSE_SECONDS = 10.0  # for a host to end its ranks and to clean up
 MAX_ERROR_LINES = 50  # of ssh's, before the first message
 
@@ -33,6 +47,7 @@ class HostedProcess:
         self.lost = False
         self.output = output
         self._rank, self._connection, self._ended = rank, connection, asyncio.Event()
+        self._killing = dict[str, asyncio.Future[Killed]]()  # by part
 
     async def wait(self) -> int:
         """See `Process`."""
@@ -48,6 +63,24 @@ class HostedProcess:
         """See `Process`."""
         if self.returncode is None:
             self._connection.send(Kill(self._rank))
+
+    async def kill_part(self, part: str) -> Killed:
+        """See `Process`."""
+        answer: asyncio.Future[Killed] = asyncio.get_running_loop().create_future()
+        self._killing[part] = answer
+        self._connection.send(KillPart(self._rank, part))
+        try:
+            async with asyncio.timeout(KILL_SECONDS):
+                return await answer
+        except TimeoutError:
+            problem = f"{self._connection.host}: does not answer within {KILL_SECONDS:g} s; is it cut off?"
+            raise UsageError(problem) from None
+
+    def answer_kill(self, part: str, killed: Killed) -> None:
+        """The host has `killed` processes, as `kill_part` has asked."""
+        answer = self._killing.pop(part, None)
+        if answer and not answer.done():  # its asker has waited too long
+            answer.set_result(killed)
 
     def end(self, code: int, lost: bool = False) -> None:
         """It has ended, or was `lost` with its host."""
@@ -158,6 +191,8 @@ class Connection:
                         with contextlib.suppress(OSError):  # nobody reads it any more
                             output.write(data)
                             await output.drain()
+                    case PartKilled(rank, part, killed):
+                        self._processes[rank].answer_kill(part, killed)
                     case Ended(rank, code):
                         self._processes[rank].end(code)
         except (ValueError, KeyError) as error:

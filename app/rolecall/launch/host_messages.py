@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Base64Bytes, Field, TypeAdapter
 
+from rolecall.launch.here import Killed
+
 MAX_LINE_BYTES = 2**26  # a job's files, as base64
 
 # ---- to the host
@@ -47,6 +49,15 @@ class Kill:
 
     rank: str
     kind: Literal["kill"] = "kill"
+
+
+@dataclass(frozen=True)
+class KillPart:
+    """Kill the processes of a rank that are `part`, or all if that is empty; the answer is `PartKilled`."""
+
+    rank: str
+    part: str
+    kind: Literal["kill part"] = "kill part"
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,16 @@ class Output:
 
 
 @dataclass(frozen=True)
+class PartKilled:
+    """What `KillPart` has killed."""
+
+    rank: str
+    part: str
+    killed: Killed
+    kind: Literal["part killed"] = "part killed"
+
+
+@dataclass(frozen=True)
 class Ended:
     """A rank's process has ended, with an exit code that is negative for a signal."""
 
@@ -99,8 +120,8 @@ class Ended:
     kind: Literal["ended"] = "ended"
 
 
-ToHost = Files | Start | Drain | Kill | Alive
-FromHost = Ready | Started | Output | Ended
+ToHost = Files | Start | Drain | Kill | KillPart | Alive
+FromHost = Ready | Started | Output | PartKilled | Ended
 _TO_HOST: TypeAdapter[ToHost] = TypeAdapter(Annotated[ToHost, Field(discriminator="kind")])
 _FROM_HOST: TypeAdapter[FromHost] = TypeAdapter(Annotated[FromHost, Field(discriminator="kind")])
 

@@ -13,15 +13,28 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from rolecall import config, machine, secret
 from rolecall.declare import describe
 from rolecall.errors import CRASHED, USAGE, UsageError
 from rolecall.launch import here, host_messages
-from rolecall.launch.here import Here, LocalProcess
-from rolecall.launch.host_messages import Drain, Ended, Files, FromHost, Kill, Output, Ready, Start, Started
+from rolecall.launch.here import Here, Killed, LocalProcess
+from rolecall.launch.host_messages import (
+    Drain,
+    Ended,
+    Files,
+    FromHost,
+    Kill,
+    KillPart,
+    Output,
+    PartKilled,
+    Ready,
+    Start,
+    Started,
+)
 from rolecall.rank import descendants
 from rolecall.rank.zygote import Zygote
 
@@ -83,9 +96,7 @@ class Hosted:
                         path.write_bytes(content)
                 case Start() as start:
                     self._killed[start.rank] = asyncio.Event()
-                    task = asyncio.create_task(self._run(start, self._killed[start.rank]))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._begin(self._run(start, self._killed[start.rank]))
                 case Drain(rank):
                     if process := self._processes.get(rank):
                         process.drain()
@@ -93,6 +104,18 @@ class Hosted:
                     self._killed[rank].set()
                     if process := self._processes.get(rank):
                         process.kill()
+                case KillPart(rank, part):
+                    self._begin(self._kill_part(rank, part))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _kill_part(self, rank: str, part: str) -> None:
+        process = self._processes.get(rank)
+        killed = await process.kill_part(part) if process else Killed((), ())
+        await self._send(PartKilled(rank, part, killed))
 
     @staticmethod
     async def _next(stream: asyncio.StreamReader) -> bytes:

@@ -287,14 +287,17 @@ class LocalRun:
     def _listed(self) -> list[ListedRank]:
         return [ListedRank(rank.role, rank.ordinal, rank.pid, rank.state, rank.host) for rank in self.ranks]
 
-    def kill(self, role: str, ordinal: int) -> str:
-        """Kills the processes of a rank, which is started again. Returns what is done. Raises UsageError."""
+    async def kill(self, role: str, ordinal: int, part: str) -> str:
+        """Kills the processes of a rank, or of a `part` of it, as a crash does: what was killed is started again.
+        Returns what was killed. Raises UsageError."""
         rank = next((rank for rank in self.ranks if (rank.role, rank.ordinal) == (role, ordinal)), None)
         if rank is None or rank.process is None or not rank.pid:
             raise UsageError(f"{_name(role, ordinal)}: has no process now")
-        pid = rank.pid
-        rank.process.kill()
-        return f"killed {rank.name}: process {pid} on {rank.host or 'this machine'}, and those below it"
+        killed = await rank.process.kill_part(part)
+        if not killed.processes:
+            there = ", ".join(dict.fromkeys(killed.parts)) or "none"
+            raise UsageError(f"{rank.name}: has no process {part!r}; its parts are: {there}")
+        return f"killed {rank.name}{rank.host and f' on {rank.host}'}: {', '.join(killed.processes)}"
 
     def scale(self, role: str, count: int) -> str:
         """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what

@@ -113,11 +113,16 @@ def start(hosts: SshHosts, folder: Path) -> Iterator[Callable[..., Run]]:
 
 def nothing_is_left(hosts: SshHosts, run: Run, seconds: float = 5.0) -> None:
     end = time.monotonic() + seconds
-    while left := [line for name in NAMES for line in (*hosts.processes(name), *hosts.left(name))]:
+    while left := [*(line for name in NAMES for line in (*hosts.processes(name), *hosts.left(name))), *clients(hosts)]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
+
+
+def clients(hosts: SshHosts) -> list[str]:
+    """The command lines of ssh here."""
     processes = [process.info for process in psutil.process_iter(["name", "cmdline"])]
-    assert not [info for info in processes if info["name"] == "ssh" and str(hosts.folder) in str(info["cmdline"])]
+    lines = [str(info["cmdline"]) for info in processes if info["name"] == "ssh"]
+    return [line for line in lines if str(hosts.folder) in line]
 
 
 def test_a_run_on_four_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None:

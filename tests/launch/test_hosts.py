@@ -147,9 +147,9 @@ def test_a_host_with_other_versions_of_python_or_torch_is_named(
     monkeypatch.setattr(machine, "versions", lambda: machine.Versions("2.13.0+cpu", "3.11.7"))
     asyncio.run(connect())
     assert capfd.readouterr().err.splitlines() == [
-        "rolecall: warning: newer: /opt/python is Python 3.12.1 with torch 2.13.0, and this is Python 3.11.7 with torch "
-        "2.13.0+cpu; ranks may not understand each other: install the same versions, or name another Python with "
-        "--python"
+        "rolecall: warning: newer: /opt/python is Python 3.12.1 with torch 2.13.0, and this is Python 3.11.7 with "
+        "torch 2.13.0+cpu; ranks may not understand each other: install the same versions, or name another Python "
+        "with --python"
     ]
 
 

@@ -187,7 +187,6 @@ def run(target: str, words: Sequence[str], placement: Placement) -> int:
     SystemExit as `describe.ask` does."""
 
     def described() -> Description | SystemExit:
-        importlib.import_module(RUN)
         try:
             return describe.ask(target, words)
         except SystemExit as end:  # it would end the event loop
@@ -197,11 +196,14 @@ def run(target: str, words: Sequence[str], placement: Placement) -> int:
         hosts = Hosts(placement, target)
         connecting = asyncio.create_task(hosts.connect())  # the hosts import torch meanwhile
         try:
+            importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, RUN))
+            if target in registry.JOBS:  # it is described here: one import after the other
+                await importing
             job = await asyncio.to_thread(described)
             if isinstance(job, SystemExit):
                 return job.code if isinstance(job.code, int) else 1
-            await connecting
-            from rolecall.launch import local  # `described` has imported it
+            await asyncio.gather(connecting, importing)
+            from rolecall.launch import local  # imported by now
 
             return await local.run_on_hosts(job, hosts)
         finally:

@@ -240,10 +240,10 @@ def _run(target: str, words: Sequence[str]) -> int:
     target, words = registry.program(target, [*given, *values])
     registry.require_target(target)
     if options.hosts and not {"-h", "--help"} & set(given):
-        from rolecall.launch import hosts
+        from rolecall.launch import hosts, on_hosts
 
         with sources.passed_on(registry.sources_of(target)):
-            return hosts.run(target, words, hosts.placement(options))
+            return on_hosts.run(target, words, hosts.placement(options))
     # the zygote imports torch while this process imports the rest
     with sources.passed_on(registry.sources_of(target)), Zygote(target) as zygote:
         from rolecall.launch import local

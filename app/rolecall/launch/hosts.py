@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import shutil
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from rolecall import config
 from rolecall.config import Settings
-from rolecall.declare import describe, flags, loader, registry, sources
+from rolecall.declare import flags, loader, registry, sources
 from rolecall.declare.describe import Description
 from rolecall.errors import UsageError
 from rolecall.launch import here, ssh
@@ -23,7 +22,6 @@ from rolecall.launch.host_messages import Files
 from rolecall.secret import read_token
 
 SCRIPT = "script"  # the job whose setting of that name is a user's file
-RUN = "rolecall.launch.local"  # a name: it is imported while the hosts start
 LOOPBACK = ("localhost", "127.", "::1")
 
 
@@ -180,38 +178,6 @@ class Hosts:
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # closed before
             os.close(self._lock)
-
-
-def run(target: str, words: Sequence[str], placement: Placement) -> int:
-    """Runs the job `target`, with the flags in `words`, on hosts. Returns the exit code. Raises UsageError, and
-    SystemExit as `describe.ask` does."""
-
-    def described() -> Description | SystemExit:
-        try:
-            return describe.ask(target, words)
-        except SystemExit as end:  # it would end the event loop
-            return end
-
-    async def main() -> int:
-        hosts = Hosts(placement, target)
-        connecting = asyncio.create_task(hosts.connect())  # the hosts import torch meanwhile
-        try:
-            importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, RUN))
-            if target in registry.JOBS:  # it is described here: one import after the other
-                await importing
-            job = await asyncio.to_thread(described)
-            if isinstance(job, SystemExit):
-                return job.code if isinstance(job.code, int) else 1
-            await asyncio.gather(connecting, importing)
-            from rolecall.launch import local  # imported by now
-
-            return await local.run_on_hosts(job, hosts)
-        finally:
-            connecting.cancel()
-            await asyncio.gather(connecting, return_exceptions=True)
-            await hosts.close()
-
-    return asyncio.run(main())
 
 
 def _sent(job: Description) -> tuple[Description, Files]:

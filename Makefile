@@ -226,7 +226,7 @@ bench-connect: $(READY) ## measures what it costs to connect 4 to 128 workers (5
 bench-scale: $(READY) ## measures what 30 to 3,000 members cost rank 0, and how fast its orders reach them (4 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m bench.bench_scale
 
-bench-start: $(READY) ## measures the seconds from `rolecall run` to each job's first step (5 minutes; BENCH_JSON=FILE)
+bench-start: $(READY) ## measures the seconds from `rolecall run` to each job's first step, as root on hosts too (6 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m bench.bench_start
 
 bench-table: $(READY) ## measures the hybrid job's speed with a table three times larger than its memory (root, 5 minutes; BENCH_JSON=FILE, ARGS="--quick")

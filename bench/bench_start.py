@@ -1,7 +1,8 @@
 """How soon a run makes its first step, beside the import of torch and gymnasium alone: `make bench-start`.
 
-Each round imports, and starts every job; the median of the rounds counts. With BENCH_JSON=FILE each number is written
-as soon as it is known.
+Each round imports, and starts every job; as root and with OpenSSH's server, it starts HOSTED on four hosts too. These
+are network namespaces of this machine and share its processors: each imports torch. The median of the rounds counts.
+With BENCH_JSON=FILE each number is written as soon as it is known.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,15 @@ from bench import command, launch
 from bench.display import Display
 from rolecall.declare import registry
 from rolecall.observe import targets
+from tests.hosts import sshd
+from tests.hosts.sshd import SshHosts
 
 JOBS = ("rl", "ps", "rnn", "hybrid")
 STEPS = {"rl": (1,), "ps": (1,), "rnn": (1,), "hybrid": (1, 100)}
+HOSTED, HOSTS = "hybrid", ("a", "b", "c", "d")  # a job of four ranks
+ON_HOSTS = f"{HOSTED}_on_hosts"  # its name in the results
+MORE_ON_HOSTS = 2.0  # seconds that it may take longer there
+END_SECONDS = 20.0  # for hosts to end what ran there
 TIMES, PLUS = 1.5, 1.0  # of the import, and seconds: what a first step may take
 DEADLINE = 180.0  # seconds of one start
 PERIOD = 0.02  # seconds between two looks
@@ -53,8 +62,13 @@ class Measured:
 
     def bars(self) -> list[command.Bar]:
         limit = f"<= {self.limit():.2f} s: {TIMES:g} x the import + {PLUS:g} s"
-        return [(f"{job}, first step", f"{self.seconds(job):.2f} s", limit, self.seconds(job) <= self.limit())
+        bars = [(f"{job}, first step", f"{self.seconds(job):.2f} s", limit, self.seconds(job) <= self.limit())
                 for job in JOBS if f"{job}_1" in self.steps]  # fmt: skip
+        if f"{ON_HOSTS}_1" in self.steps:
+            more = self.seconds(ON_HOSTS) - self.seconds(HOSTED)
+            limit = f"<= {MORE_ON_HOSTS:g} s later than here"
+            bars.append((f"{HOSTED} on {len(HOSTS)} hosts", f"{more:.2f} s", limit, more <= MORE_ON_HOSTS))
+        return bars
 
     def to_json(self) -> dict[str, Any]:
         """What is known so far, and everything measured under `details`."""
@@ -86,10 +100,14 @@ def cold_import() -> float:
     return time.monotonic() - started
 
 
-def start(job: str, steps: Sequence[int], on: Callable[[str], None]) -> list[float]:
-    """Seconds from the command until each of `steps` is done. Raises RuntimeError or TimeoutError."""
+def start(
+    job: str, steps: Sequence[int], on: Callable[[str], None], words: Sequence[str] = (), path: str = ""
+) -> list[float]:
+    """Seconds from the command with `words`, and with `path` for PATH, until each of `steps` is done. Raises
+    RuntimeError or TimeoutError."""
     started, reached = time.monotonic(), list[float]()
-    with launch.run(job, DEADLINE, {"CHECKPOINT_INTERVAL": 86400}) as running:
+    variables = {"CHECKPOINT_INTERVAL": 86400, "PATH": path or os.environ["PATH"]}
+    with launch.run(job, DEADLINE, variables, words) as running:
         lines: list[str] = []
         threading.Thread(target=lambda: [lines.append(str(event)) for event in running.events()], daemon=True).start()
         while len(reached) < len(steps):
@@ -102,6 +120,28 @@ def start(job: str, steps: Sequence[int], on: Callable[[str], None]) -> list[flo
                 on(f"step {steps[len(reached) - 1]} after {reached[-1]:.1f} s")
             time.sleep(PERIOD)
     return reached
+
+
+def start_on_hosts(hosts: SshHosts, on: Callable[[str], None]) -> list[float]:
+    """The seconds of `start` on `hosts`, once nothing is left there. Raises RuntimeError or TimeoutError."""
+    seconds = start(HOSTED, (1,), on, ["--hosts", ",".join(hosts.names)], hosts.environment["PATH"])
+    end = time.monotonic() + END_SECONDS
+    while any(hosts.processes(name) for name in hosts.names):
+        if time.monotonic() > end:
+            raise TimeoutError(f"a host has not ended its ranks within {END_SECONDS:g} s")
+        time.sleep(PERIOD)
+    return seconds
+
+
+@contextmanager
+def four_hosts(console: Console) -> Iterator[SshHosts | None]:
+    """Hosts that ssh reaches; None if there can be none here."""
+    if problem := sshd.missing():
+        console.print(f"without hosts: {problem}")
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="ssh-") as folder, SshHosts(Path(folder), HOSTS) as hosts:
+        yield hosts
 
 
 def _step(directory: Path) -> float:
@@ -123,7 +163,7 @@ def measure(rounds: int, console: Console) -> Measured:
 
     def keep(job: str) -> Callable[[list[float]], None]:
         def kept(seconds: list[float]) -> None:
-            for step, one in zip(STEPS[job], seconds, strict=True):
+            for step, one in zip(STEPS.get(job, (1,)), seconds, strict=True):
                 measured.steps.setdefault(f"{job}_{step}", []).append(one)
             measured.save()
 
@@ -133,13 +173,18 @@ def measure(rounds: int, console: Console) -> Measured:
         measured.imports.append(seconds)
         measured.save()
 
-    with Display((1 + len(JOBS)) * rounds, console, measured.busy_percent) as display:
+    with four_hosts(console) as hosts, Display(
+        (1 + len(JOBS) + (hosts is not None)) * rounds, console, measured.busy_percent
+    ) as display:  # fmt: skip
         for number in range(1, rounds + 1):
             measured.load.append(os.getloadavg()[0])
             display.step(f"import, round {number}", lambda on: cold_import(), imported, lambda value: f"{value:.2f} s")
             for job in JOBS:
                 display.step(f"{job}, round {number}", lambda on, job=job: start(job, STEPS[job], on),  # type: ignore[misc]
                              keep(job), lambda value: ", ".join(f"{one:.2f} s" for one in value))  # fmt: skip
+            if hosts:
+                display.step(f"{HOSTED} on hosts, round {number}", lambda on: start_on_hosts(hosts, on),
+                             keep(ON_HOSTS), lambda value: f"{value[0]:.2f} s")  # fmt: skip
     return measured
 
 

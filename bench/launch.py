@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,15 @@ class Run:
 
 
 @contextlib.contextmanager
-def run(job: str, deadline: float, variables: dict[str, object]) -> Iterator[Run]:
-    """Start `job` with these environment variables; it is killed after `deadline` seconds.
+def run(job: str, deadline: float, variables: dict[str, object], words: Sequence[str] = ()) -> Iterator[Run]:
+    """Start `job` with these environment variables, and flags in `words`; it is killed after `deadline` seconds.
 
     No process is left afterwards.
     """
     environment = {name: str(value) for name, value in variables.items()}
     with tempfile.TemporaryDirectory(prefix=f"bench-{job}-", ignore_cleanup_errors=True) as directory:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rolecall", "run", job, "--plain"],
+            [sys.executable, "-m", "rolecall", "run", job, "--plain", *words],
             env={**os.environ, **environment, "CHECKPOINT_DIR": directory, "LOG_FORMAT": "json"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -239,10 +240,10 @@ def _run(target: str, words: Sequence[str]) -> int:
     target, words = registry.program(target, [*given, *values])
     registry.require_target(target)
     if options.hosts and not {"-h", "--help"} & set(given):
-        from rolecall.launch import hosts, local
+        from rolecall.launch import hosts, on_hosts
 
         with sources.passed_on(registry.sources_of(target)):
-            return local.run_on_hosts(target, words, hosts.placement(options))
+            return on_hosts.run(target, words, hosts.placement(options))
     # the zygote imports torch while this process imports the rest
     with sources.passed_on(registry.sources_of(target)), Zygote(target) as zygote:
         from rolecall.launch import local
@@ -379,4 +380,10 @@ def _print(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], markdown: boo
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] != ["describe"]:
+        sys.exit(main())
+    gc.disable()  # a short process that imports torch, of which collections take a tenth of the time
+    code = main()
+    with contextlib.suppress(BrokenPipeError):  # the reader of the output has gone
+        sys.stdout.flush()
+    os._exit(code)  # at its exit, an interpreter tears torch down, slowly

@@ -1,12 +1,16 @@
-"""This machine: usable cores, other users, and the process's title."""
+"""This machine: usable cores, other users, versions, and the process's title."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import platform
 import pwd
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import setproctitle
@@ -14,6 +18,7 @@ import setproctitle
 FIRST_USER, NOBODY = 1000, 65534  # lower user ids, and the second, belong to services
 NO_LOGIN = ("nologin", "false")  # shells
 LOGIN_SERVICES = ("systemd-logind", "elogind", "sshd")  # a container has none of them
+SUPERVISOR = "supervisor"  # a part
 TITLE = "rolecall: "  # the beginning of a process's title; its last word is the part
 
 
@@ -49,6 +54,27 @@ def other_people() -> list[str]:
     return sorted(names)
 
 
+class Versions(NamedTuple):
+    """The versions of torch, empty if it is not installed, and of Python."""
+
+    torch: str
+    python: str
+
+
+def versions() -> Versions:
+    """Those of this process; torch is not imported."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = ""
+    return Versions(torch, platform.python_version())
+
+
+def minor(version: str) -> str:
+    """The part of a version that must be the same in all ranks: 2.13 of 2.13.1+cpu."""
+    return ".".join(version.partition("+")[0].split(".")[:2])
+
+
 def name_process(job: str, role: str, ordinal: int | None, part: str) -> None:
     """Sets this process's title, such as `rolecall: rl observer 1 worker`."""
     words = (job, role, "" if ordinal is None else str(ordinal), part)
@@ -75,6 +101,16 @@ def part_of(process: psutil.Process) -> str:
     """The part in a process's title; the program's name if it has none. Raises psutil.Error."""
     title = _title(process)
     return title.rpartition(" ")[2] if title.startswith(TITLE) else process.name()
+
+
+def parts(supervisor: int) -> Iterator[tuple[str, psutil.Process]]:
+    """The processes of a rank by part, its supervisor first; none if that has ended."""
+    with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        process = psutil.Process(supervisor)
+        yield SUPERVISOR, process
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                yield part_of(child), child
 
 
 def _title(process: psutil.Process) -> str:

@@ -113,11 +113,16 @@ def start(hosts: SshHosts, folder: Path) -> Iterator[Callable[..., Run]]:
 
 def nothing_is_left(hosts: SshHosts, run: Run, seconds: float = 5.0) -> None:
     end = time.monotonic() + seconds
-    while left := [line for name in NAMES for line in (*hosts.processes(name), *hosts.left(name))]:
+    while left := [*(line for name in NAMES for line in (*hosts.processes(name), *hosts.left(name))), *clients(hosts)]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
+
+
+def clients(hosts: SshHosts) -> list[str]:
+    """The command lines of ssh here."""
     processes = [process.info for process in psutil.process_iter(["name", "cmdline"])]
-    assert not [info for info in processes if info["name"] == "ssh" and str(hosts.folder) in str(info["cmdline"])]
+    lines = [str(info["cmdline"]) for info in processes if info["name"] == "ssh"]
+    return [line for line in lines if str(hosts.folder) in line]
 
 
 def test_a_run_on_four_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None:
@@ -135,7 +140,11 @@ def test_a_run_on_four_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None
             assert token.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
     assert not [file for name in NAMES for file in hosts.homes[name].rglob("*token*")]
     assert "starting worker 5" in run.call("scale", "worker=6")
-    assert "killed worker 1" in run.call("kill", "worker_1")
+    assert "worker 0: has no process 'decoder'; its parts are: supervisor, " in run.call(
+        "kill", "worker_0", "--part", "decoder"
+    )
+    assert re.search(r"killed worker 0 on b: worker \d+\n", run.call("kill", "worker_0", "--part", "worker"))
+    assert re.search(r"killed worker 1 on c: supervisor \d+, .*worker \d+", run.call("kill", "worker_1"))
     run.until(lambda: "worker 1 crashed (SIGKILL), restarting it" in run.shown)
     run.until(lambda: len(re.findall(r"gang joined.*worker", run.shown)) >= 2)
     assert run.end(signal.SIGINT) == INTERRUPTED

@@ -161,3 +161,15 @@ def test_suspended_zygote_delays_no_exit(server: Zygote, tmp_path: Path) -> None
     zygote_of(os.getpid()).suspend()
     os.kill(rank.pid, signal.SIGKILL)
     assert asyncio.run(asyncio.wait_for(rank.wait(), DEADLINE)) == -signal.SIGKILL
+
+
+def test_a_zygote_that_is_a_fork_holds_nothing_that_is_withheld_from_it() -> None:
+    program = (
+        "import os, select\n"
+        "from rolecall.rank.zygote import Zygote\n"
+        "read, write = os.pipe()\n"
+        "with Zygote(withheld=(read, write)):\n"
+        "    os.close(write)\n"
+        "    raise SystemExit(not select.select([read], [], [], 60)[0])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=DEADLINE).returncode == 0

@@ -21,10 +21,18 @@ FAULTS = {
     "changed": "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
     "closed": "me@closed: Permission denied (publickey).",
 }
-COMMANDS = {  # what a host runs in place of the command
+FAULTY = {  # what a host runs in place of the command
     "old": """echo '{"kind": "ready", "version": "0.0.1", "port": 29400, "metrics_port": 20000}'; cat >/dev/null""",
     "bare": 'echo "$0: No module named rolecall" >&2; exit 1',
     "pythonless": "exec /no/such/python",
+}
+OTHER_VERSIONS = {"patched": ("3.11.9", "2.13.1+cu130"), "newer": ("3.12.1", "2.13.0")}  # of Python and torch
+VERSION = "0.0.2"  # of Rolecall there
+READY = (
+    """echo '{"kind": "ready", "version": "%s", "port": 29400, "metrics_port": 20000, "python": "%s", "torch": "%s"}'"""
+)
+COMMANDS = FAULTY | {
+    name: f"{READY % (VERSION, *versions)}; cat >/dev/null" for name, versions in OTHER_VERSIONS.items()
 }
 
 

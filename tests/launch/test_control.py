@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,16 +21,22 @@ from rolecall import __main__
 from rolecall.errors import USAGE, UsageError
 from rolecall.launch import control
 from rolecall.launch.control import Control, ListedRank
+from rolecall.launch.here import Killed, LocalProcess
 from rolecall.observe import targets
 from rolecall.observe.targets import Address
 
 MAIN = threading.main_thread()  # the loop that serves runs in it
 CHILD = """
-import sys, time
+import os, time
 from rolecall import machine
 machine.name_process("rl", "observer", 1, "supervisor")
-print(flush=True)
+print(os.getpid(), flush=True)
 time.sleep(60)
+"""
+FORKING = """
+import os, signal
+if os.fork():
+    signal.pause()
 """
 
 
@@ -48,8 +55,8 @@ class Run:
         self.scaled.append((role, count))
         return "starting observer 2"
 
-    def kill(self, role: str, ordinal: int) -> str:
-        return f"killed {role} {ordinal}"
+    async def kill(self, role: str, ordinal: int, part: str) -> str:
+        return f"killed {role} {ordinal} {part!r}"
 
     def command(self, name: str, *words: str) -> int:
         async def serve() -> int:
@@ -65,33 +72,46 @@ def start(tmp_path: Path) -> Callable[[int], Run]:
     return lambda pid: Run(tmp_path, ListedRank("observer", 1, pid, "up"))
 
 
-def test_the_parts_of_a_rank_are_listed_and_killed(
-    start: Callable[[int], Run], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_parts_of_a_rank_are_listed(start: Callable[[int], Run], capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        run = start(process.pid)
-        assert run.command("ps") == 0
+        assert start(process.pid).command("ps") == 0
         row = capsys.readouterr().out.splitlines()[1].split()
         assert row[:3] == ["observer_1", "supervisor", str(process.pid)]
-        assert run.command("kill", "observer_1", "--part", "worker") == USAGE
-        assert "supervisor" in capsys.readouterr().err
-        assert process.poll() is None
-        assert run.command("kill", "observer_1") == 0
-        assert process.wait(30) == -9
+        process.kill()
 
 
-def test_a_rank_on_a_host_is_killed_by_the_run_and_no_process_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_on_a_host_is_listed_with_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path, ListedRank("observer", 1, os.getpid(), "up", "b"))
     assert run.command("ps") == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["observer_1", "supervisor", f"b:{os.getpid()}", "up"]
-    assert run.command("kill", "observer_1", "--part", "worker") == USAGE
-    assert "--part" in capsys.readouterr().err
-    assert run.command("kill", "observer_1") == 0
-    assert capsys.readouterr().out == "rolecall: killed observer 1\n"
+
+
+def test_the_run_kills_a_rank_or_a_part_of_it(start: Callable[[int], Run], capsys: pytest.CaptureFixture[str]) -> None:
+    run = start(os.getpid())
+    for words, part in (((), ""), (("--part", "worker"), "worker")):
+        assert run.command("kill", "observer_1", *words) == 0
+        assert capsys.readouterr().out == f"rolecall: killed observer 1 {part!r}\n"
+    assert run.command("kill", "observer_2") == USAGE
+    assert "there are observer_1" in capsys.readouterr().err
+
+
+def test_a_part_is_killed_alone() -> None:
+    async def killed() -> None:
+        code = FORKING + CHILD.replace("supervisor", "worker")
+        supervisor = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
+        assert supervisor.stdout is not None
+        worker = int((await supervisor.stdout.readline()).split()[-1])
+        process = LocalProcess(supervisor)
+        assert await process.kill_part("tunnel") == Killed((), ("supervisor", "worker"))
+        assert (await process.kill_part("worker")).processes == (f"worker {worker}",)
+        assert process.returncode is None
+        assert (await process.kill_part("")).processes[0] == f"supervisor {process.pid}"
+        assert await process.wait() == -signal.SIGKILL
+        assert await process.kill_part("") == Killed((), ())
+
+    asyncio.run(killed())
 
 
 def test_what_another_user_lists_is_not_killed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -12,15 +13,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 import pytest
 
-from rolecall import __main__, config
+from rolecall import __main__, config, machine
 from rolecall.declare import flags, sources
 from rolecall.errors import USAGE, UsageError
-from rolecall.launch import host_messages, hosts, ssh
+from rolecall.launch import host, host_messages, hosts, ssh
 from rolecall.launch.here import Here
 from rolecall.launch.host_messages import Files, Ready
 from tests.launch import fake_ssh
@@ -109,7 +111,7 @@ def test_each_host_that_cannot_be_used_is_a_line_that_says_what_to_do(
     for name, value in fake_ssh.install(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    names = [*fake_ssh.FAULTS, *fake_ssh.COMMANDS]
+    names = [*fake_ssh.FAULTS, *fake_ssh.FAULTY]
     assert __main__.main(["run", "rl", "--hosts", ",".join(names)]) == USAGE
     lines = capfd.readouterr().err.splitlines()
     assert [line.split(": ")[:2] for line in lines] == [["rolecall", name] for name in names]
@@ -130,6 +132,27 @@ def test_each_host_that_cannot_be_used_is_a_line_that_says_what_to_do(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_host_with_other_versions_of_python_or_torch_is_named(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in fake_ssh.install(short_path).items():
+        monkeypatch.setenv(name, value)
+    run = hosts.Hosts(hosts.Placement(("patched", "newer"), {}, "/opt/python"), "rl")
+
+    async def connect() -> None:
+        await run.connect()
+        await run.close()
+
+    monkeypatch.setattr(host, "__version__", fake_ssh.VERSION)
+    monkeypatch.setattr(machine, "versions", lambda: machine.Versions("2.13.0+cpu", "3.11.7"))
+    asyncio.run(connect())
+    assert capfd.readouterr().err.splitlines() == [
+        "rolecall: warning: newer: /opt/python is Python 3.12.1 with torch 2.13.0, and this is Python 3.11.7 with "
+        "torch 2.13.0+cpu; ranks may not understand each other: install the same versions, or name another Python "
+        "with --python"
+    ]
+
+
 def test_a_role_that_is_not_the_jobs(
     monkeypatch: pytest.MonkeyPatch, short_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,20 +167,22 @@ def test_a_role_that_is_not_the_jobs(
 # ---- on a host
 
 
-@pytest.mark.parametrize("first", [b'{"kind": "setup", "target": ""}', b'{"kind": "of another version"}'])
-def test_a_host_tells_its_version_first_and_ends_if_nothing_comes(first: bytes, short_path: Path) -> None:
-    code = "from rolecall.launch import hosted; hosted.SILENCE_SECONDS = 0.5; hosted.main()"
+@pytest.mark.parametrize(("first", "code"), [(b"", 0), (b'{"kind": "of another version"}\n', USAGE)])
+def test_a_host_tells_its_versions_first_and_ends_if_nothing_comes(first: bytes, code: int, short_path: Path) -> None:
+    program = "from rolecall.launch import hosted; hosted.SILENCE_SECONDS = 0.5; raise SystemExit(hosted.main())"
     environment = {**os.environ, "TMPDIR": str(short_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    ) as host:
-        assert host.stdin is not None
-        assert host.stdout is not None
-        host.stdin.write(first + b"\n")
-        host.stdin.flush()
-        ready = [host_messages.read_from_host(line) for line in host.stdout if line.strip()]
-        assert [message.version for message in ready if isinstance(message, Ready)] == [config.__version__]
-        assert host.wait(DEADLINE) == 0
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(first)
+        process.stdin.flush()
+        ready = [host_messages.read_from_host(line) for line in process.stdout if line.strip()]
+        assert [
+            (message.version, message.python, message.torch) for message in ready if isinstance(message, Ready)
+        ] == [(config.__version__, platform.python_version(), metadata.version("torch"))]
+        assert process.wait(DEADLINE) == code
     assert not [*short_path.iterdir()]
 
 

@@ -10,6 +10,7 @@ host_messages.py  Messages between `rolecall run` and what it starts on a host
 hosted.py         What `rolecall run --hosts` starts on each host, by ssh: runs ranks there
 hosts.py          `rolecall run --hosts`: which rank runs on which host, and what all of them are given
 local.py          All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`
+on_hosts.py       `rolecall run --hosts`: starts the hosts, and meanwhile describes the job here
 output.py         What `rolecall run` prints, by a thread of its own: a terminal that is slow
 rank_process.py   A rank of `rolecall run`: its process, which is restarted when it crashes, and its log
 slurm.py          `rolecall launch slurm JOB`: writes the batch script of a job and submits it

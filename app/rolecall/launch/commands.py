@@ -9,16 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import psutil
 
+from rolecall import machine
 from rolecall.errors import UsageError
 from rolecall.launch import control
-from rolecall.launch.control import ListedRank
-from rolecall.machine import part_of
-
-SUPERVISOR = "supervisor"
+from rolecall.machine import SUPERVISOR
 
 
 def ps(words: Sequence[str]) -> int:
@@ -26,9 +24,11 @@ def ps(words: Sequence[str]) -> int:
     arguments = ps_parser().parse_args(words)
     rows = [("rank", "part", "pid", "state")]
     for rank in control.ranks(arguments.run):
-        processes = [(part, str(process.pid), _state(process)) for part, process in _parts(rank)]
-        if rank.host and rank.pid:
+        processes = list[tuple[str, str, str]]()
+        if rank.pid and rank.host:
             processes = [(SUPERVISOR, f"{rank.host}:{rank.pid}", "")]
+        elif rank.pid:
+            processes = [(part, str(process.pid), _state(process)) for part, process in machine.parts(rank.pid)]
         for part, pid, state in processes or [("-", "-", "")]:
             states = [rank.state if part in (SUPERVISOR, "-") else "", state]
             rows.append((rank.name, part, pid, ", ".join(filter(None, states))))
@@ -52,20 +52,7 @@ def kill(words: Sequence[str]) -> int:
     rank = ranks.get(re.sub(r"[ -](?=\d+$)", "_", arguments.rank))
     if rank is None:
         raise UsageError(f"RANK {arguments.rank!r}: no such rank; there are {', '.join(ranks)}")
-    if rank.host:
-        if arguments.part:
-            raise UsageError(f"{rank.name}: runs on {rank.host}; only a whole rank there can be killed, without --part")
-        print(f"rolecall: {control.kill(arguments.run, rank.role, rank.ordinal)}")
-        return 0
-    parts = [*_parts(rank)]
-    chosen = [(part, process) for part, process in parts if arguments.part in (None, part)]
-    if not chosen:
-        there = ", ".join(dict.fromkeys(part for part, _ in parts)) or "none"
-        raise UsageError(f"{rank.name}: has no process {arguments.part or ''!r}; its parts are: {there}")
-    for _, process in chosen:  # the supervisor first, so that it starts nothing
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    print(f"rolecall: killed {rank.name}: {', '.join(f'{part} {process.pid}' for part, process in chosen)}")
+    print(f"rolecall: {control.kill(arguments.run, rank.role, rank.ordinal, arguments.part)}")
     return 0
 
 
@@ -77,7 +64,7 @@ def kill_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
     parser.add_argument("rank", metavar="RANK", help="ROLE_ORDINAL, as `rolecall ps` lists it")
-    parser.add_argument("--part", help="only this part of it: supervisor, worker, tunnel, fork-server, ...")
+    parser.add_argument("--part", default="", help="only this part of it: supervisor, worker, tunnel, fork-server, ...")
     return parser
 
 
@@ -100,17 +87,6 @@ def scale_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
     parser.add_argument("wanted", metavar="ROLE=COUNT", help="how many ranks the role is to have")
     return parser
-
-
-def _parts(rank: ListedRank) -> Iterator[tuple[str, psutil.Process]]:
-    """The processes of `rank` by part, its supervisor first; none if it has no process."""
-    with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-        if rank.pid and not rank.host:
-            supervisor = psutil.Process(rank.pid)
-            yield SUPERVISOR, supervisor
-            for process in supervisor.children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    yield part_of(process), process
 
 
 def _state(process: psutil.Process) -> str:

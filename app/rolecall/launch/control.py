@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,14 @@ class ListedRank:
 
 class Control:
     """Serves the socket at `path`: `ranks` lists the ranks; `scale` changes how many a role has, and `kill` kills a
-    rank; both return what they do for that, or raise UsageError."""
+    rank, or a part of it; both return what they do for that, or raise UsageError."""
 
     def __init__(
         self,
         path: Path,
         ranks: Callable[[], list[ListedRank]],
         scale: Callable[[str, int], str],
-        kill: Callable[[str, int], str],
+        kill: Callable[[str, int, str], Awaitable[str]],
     ) -> None:
         self.path, self._ranks, self._scale, self._kill = path, ranks, scale, kill
 
@@ -67,21 +67,21 @@ class Control:
             with contextlib.suppress(OSError, ValueError, TimeoutError):  # the client has gone or is slow
                 async with asyncio.timeout(REPLY_SECONDS):
                     if _user(writer.get_extra_info("socket")) == os.getuid():
-                        reply = self._answer(json.loads(await reader.readline()))
+                        reply = await self._answer(json.loads(await reader.readline()))
                         writer.write(json.dumps(reply).encode() + b"\n")
                         await writer.drain()
         finally:
             writer.close()
 
-    def _answer(self, request: Any) -> dict[str, Any]:
+    async def _answer(self, request: Any) -> dict[str, Any]:
         try:
             match request:
                 case {"what": "ranks"}:
                     return {"ranks": [asdict(rank) for rank in self._ranks()]}
                 case {"what": "scale", "role": str(role), "count": int(count)}:
                     return {"done": self._scale(role, count)}
-                case {"what": "kill", "role": str(role), "ordinal": int(ordinal)}:
-                    return {"done": self._kill(role, ordinal)}
+                case {"what": "kill", "role": str(role), "ordinal": int(ordinal), "part": str(part)}:
+                    return {"done": await self._kill(role, ordinal, part)}
             return {"error": "the run does not know this request; use the same version of Rolecall"}
         except UsageError as error:
             return {"error": str(error)}
@@ -103,10 +103,10 @@ def scale(run: str, role: str, count: int) -> str:
     return str(_ask(run, {"what": "scale", "role": role, "count": count})["done"])
 
 
-def kill(run: str, role: str, ordinal: int) -> str:
-    """Kills a rank of the run in the folder `run`. Returns what the run does for that. Raises UsageError if that is not
-    possible."""
-    return str(_ask(run, {"what": "kill", "role": role, "ordinal": ordinal})["done"])
+def kill(run: str, role: str, ordinal: int, part: str) -> str:
+    """Kills a rank of the run in the folder `run`, or only a `part` of it. Returns what was killed. Raises UsageError
+    if that is not possible."""
+    return str(_ask(run, {"what": "kill", "role": role, "ordinal": ordinal, "part": part})["done"])
 
 
 def _ask(run: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rolecall import config
+import psutil
+
+from rolecall import config, machine
 from rolecall.errors import UsageError
 from rolecall.launch import gpu
 from rolecall.rank import descendants
@@ -73,6 +76,14 @@ def command() -> list[str]:
     return [sys.executable, "-P", "-m", "rolecall", *arguments()]
 
 
+@dataclass(frozen=True)
+class Killed:
+    """What `Process.kill_part` has killed: processes, by part and number, of all `parts` that there were."""
+
+    processes: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
 class Process(Protocol):
     """A started rank. `lost`: its host was lost, and with it how it ended."""
 
@@ -94,6 +105,10 @@ class Process(Protocol):
 
     def kill(self) -> None:
         """Kills it and all processes below it."""
+
+    async def kill_part(self, part: str) -> Killed:
+        """Kills those that are `part`, or any if that is empty, and does not wait for their ends. Raises UsageError if
+        its machine does not answer."""
 
 
 class Place(Protocol):
@@ -162,6 +177,15 @@ class LocalProcess:
             descendants.kill(self.pid)  # those that have left its process group too
         with contextlib.suppress(ProcessLookupError):  # they have ended
             os.killpg(self.pid, signal.SIGKILL)
+
+    async def kill_part(self, part: str) -> Killed:
+        """See `Process`."""
+        there = [] if self.returncode is not None else [*machine.parts(self.pid)]
+        chosen = [(name, process) for name, process in there if part in ("", name)]
+        for _, process in chosen:  # the supervisor first, so that it starts nothing
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return Killed(tuple(f"{name} {process.pid}" for name, process in chosen), tuple(name for name, _ in there))
 
 
 class Here:

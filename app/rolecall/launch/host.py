@@ -9,15 +9,31 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rolecall import machine
 from rolecall.config import __version__
 from rolecall.errors import CRASHED, UsageError
 from rolecall.launch import host_messages, ssh
-from rolecall.launch.here import writer_of
-from rolecall.launch.host_messages import Alive, Drain, Ended, Files, Kill, Output, Ready, Setup, Start, Started, ToHost
+from rolecall.launch.here import Killed, writer_of
+from rolecall.launch.host_messages import (
+    Alive,
+    Drain,
+    Ended,
+    Files,
+    Kill,
+    KillPart,
+    Output,
+    PartKilled,
+    Ready,
+    Start,
+    Started,
+    ToHost,
+)
+from rolecall.machine import Versions
 from rolecall.rank.guard import CrashBackoff
 
 READY_SECONDS = 60.0  # from the connection to the first message
 ALIVE_SECONDS = 3.0  # between two messages that only say that this side lives
+KILL_SECONDS = 5.0  # for a host to answer that it has killed a part of a rank
 CLOSE_SECONDS = 10.0  # for a host to end its ranks and to clean up
 MAX_ERROR_LINES = 50  # of ssh's, before the first message
 
@@ -31,6 +47,7 @@ class HostedProcess:
         self.lost = False
         self.output = output
         self._rank, self._connection, self._ended = rank, connection, asyncio.Event()
+        self._killing = dict[str, asyncio.Future[Killed]]()  # by part
 
     async def wait(self) -> int:
         """See `Process`."""
@@ -46,6 +63,24 @@ class HostedProcess:
         """See `Process`."""
         if self.returncode is None:
             self._connection.send(Kill(self._rank))
+
+    async def kill_part(self, part: str) -> Killed:
+        """See `Process`."""
+        answer: asyncio.Future[Killed] = asyncio.get_running_loop().create_future()
+        self._killing[part] = answer
+        self._connection.send(KillPart(self._rank, part))
+        try:
+            async with asyncio.timeout(KILL_SECONDS):
+                return await answer
+        except TimeoutError:
+            problem = f"{self._connection.host}: does not answer within {KILL_SECONDS:g} s; is it cut off?"
+            raise UsageError(problem) from None
+
+    def answer_kill(self, part: str, killed: Killed) -> None:
+        """The host has `killed` processes, as `kill_part` has asked."""
+        answer = self._killing.pop(part, None)
+        if answer and not answer.done():  # its asker has waited too long
+            answer.set_result(killed)
 
     def end(self, code: int, lost: bool = False) -> None:
         """It has ended, or was `lost` with its host."""
@@ -66,10 +101,12 @@ class Connection:
         self.began = time.monotonic()
         self.over = asyncio.Event()
 
-    async def open(self, setup: Setup) -> Ready:
-        """Connects. Raises UsageError, and leaves nothing behind then."""
+    async def open(self, job: str) -> Ready:
+        """Connects; the host makes the imports of the built-in `job`, if it is one. Raises UsageError, and leaves
+        nothing behind then."""
         self.socket.unlink(missing_ok=True)  # of a client that was killed
-        command = ssh.connect(self.host, self.socket, [self._python, "-P", "-m", "rolecall.launch.hosted"])
+        program = [self._python, "-P", "-m", "rolecall.launch.hosted", *filter(None, [job])]
+        command = ssh.connect(self.host, self.socket, program)
         try:
             self._ssh = await asyncio.create_subprocess_exec(
                 *command,
@@ -87,7 +124,6 @@ class Connection:
         errors = asyncio.create_task(self._read_errors())
         self._tasks.append(errors)
         try:
-            self.send(setup)
             async with asyncio.timeout(READY_SECONDS):
                 ready = await self._first()
                 if ready is None:
@@ -155,6 +191,8 @@ class Connection:
                         with contextlib.suppress(OSError):  # nobody reads it any more
                             output.write(data)
                             await output.drain()
+                    case PartKilled(rank, part, killed):
+                        self._processes[rank].answer_kill(part, killed)
                     case Ended(rank, code):
                         self._processes[rank].end(code)
         except (ValueError, KeyError) as error:
@@ -182,11 +220,11 @@ class Connection:
 
 class Host:
     """Starts ranks on the host `host`, as `Place`, and connects again after a cut. `socket` is of ssh's connection,
-    `setup` the first message, and `show` displays a line."""
+    `job` the run's if it is a built-in one, and `show` displays a line."""
 
-    def __init__(self, host: str, python: str, socket: Path, setup: Setup, show: Callable[[str], None]) -> None:
+    def __init__(self, host: str, python: str, socket: Path, job: str, show: Callable[[str], None]) -> None:
         self.host = host
-        self._python, self._socket, self._setup, self._show = python, socket, setup, show
+        self._python, self._socket, self._job, self._show = python, socket, job, show
         self._files: Files | None = None
         self._forwarded: tuple[int, int] | None = None
         self._connection: Connection | None = None
@@ -195,13 +233,22 @@ class Host:
     async def connect(self) -> Ready:
         """Connects. Raises UsageError."""
         connection = Connection(self.host, self._python, self._socket, self._show)
-        ready = await connection.open(self._setup)
+        ready = await connection.open(self._job)
         self._connection = connection
+        self._compare(Versions(ready.torch, ready.python), machine.versions())
         if self._files:
             connection.send(self._files)
         if self._forwarded:
             await self._forward(*self._forwarded)
         return ready
+
+    def _compare(self, there: Versions, here: Versions) -> None:
+        """Displays a line if the versions of torch and Python are too different."""
+        if [*map(machine.minor, there)] != [*map(machine.minor, here)]:
+            self._show(
+                f"rolecall: warning: {self.host}: {self._python} is {_spelled(there)}, and this is {_spelled(here)}; "
+                "ranks may not understand each other: install the same versions, or name another Python with --python"
+            )
 
     def send_files(self, files: Files) -> None:
         """Has the host hold the job's files."""
@@ -268,3 +315,7 @@ class Host:
             await asyncio.wait({self._connecting})
         if self._connection:
             await self._connection.close()
+
+
+def _spelled(versions: Versions) -> str:
+    return f"Python {versions.python} with torch {versions.torch or 'missing'}"

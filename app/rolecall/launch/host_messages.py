@@ -10,17 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import Base64Bytes, Field, TypeAdapter
 
+from rolecall.launch.here import Killed
+
 MAX_LINE_BYTES = 2**26  # a job's files, as base64
 
 # ---- to the host
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Which job the ranks will be of: what is slow to import is imported now."""
-
-    target: str
-    kind: Literal["setup"] = "setup"
 
 
 @dataclass(frozen=True)
@@ -58,6 +52,15 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class KillPart:
+    """Kill the processes of a rank that are `part`, or all if that is empty; the answer is `PartKilled`."""
+
+    rank: str
+    part: str
+    kind: Literal["kill part"] = "kill part"
+
+
+@dataclass(frozen=True)
 class Alive:
     """Sent at a fixed period: the host ends its ranks if nothing comes."""
 
@@ -69,11 +72,14 @@ class Alive:
 
 @dataclass(frozen=True)
 class Ready:
-    """The first message: the version of Rolecall there, and two free ports for rank 0."""
+    """The first message: the version of Rolecall there, two free ports for rank 0, and the versions of Python and
+    torch, which older versions do not send."""
 
     version: str
     port: int
     metrics_port: int
+    python: str = ""
+    torch: str = ""
     kind: Literal["ready"] = "ready"
 
 
@@ -96,6 +102,16 @@ class Output:
 
 
 @dataclass(frozen=True)
+class PartKilled:
+    """What `KillPart` has killed."""
+
+    rank: str
+    part: str
+    killed: Killed
+    kind: Literal["part killed"] = "part killed"
+
+
+@dataclass(frozen=True)
 class Ended:
     """A rank's process has ended, with an exit code that is negative for a signal."""
 
@@ -104,8 +120,8 @@ class Ended:
     kind: Literal["ended"] = "ended"
 
 
-ToHost = Setup | Files | Start | Drain | Kill | Alive
-FromHost = Ready | Started | Output | Ended
+ToHost = Files | Start | Drain | Kill | KillPart | Alive
+FromHost = Ready | Started | Output | PartKilled | Ended
 _TO_HOST: TypeAdapter[ToHost] = TypeAdapter(Annotated[ToHost, Field(discriminator="kind")])
 _FROM_HOST: TypeAdapter[FromHost] = TypeAdapter(Annotated[FromHost, Field(discriminator="kind")])
 

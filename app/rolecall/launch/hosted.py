@@ -1,6 +1,7 @@
 """What `rolecall run --hosts` starts on each host, by ssh: runs ranks there, as messages on standard input say.
 
-It ends all of them, and leaves nothing behind, if the connection ends or brings nothing for SILENCE_SECONDS.
+Its argument is the job, if that is a built-in one: its modules are imported at once. It ends all ranks, and leaves
+nothing behind, if the connection ends or brings nothing for SILENCE_SECONDS.
 """
 
 from __future__ import annotations
@@ -12,14 +13,28 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from rolecall import config, machine, secret
 from rolecall.declare import describe
 from rolecall.errors import CRASHED, USAGE, UsageError
 from rolecall.launch import here, host_messages
-from rolecall.launch.here import Here, LocalProcess
-from rolecall.launch.host_messages import Drain, Ended, Files, FromHost, Kill, Output, Ready, Setup, Start, Started
+from rolecall.launch.here import Here, Killed, LocalProcess
+from rolecall.launch.host_messages import (
+    Drain,
+    Ended,
+    Files,
+    FromHost,
+    Kill,
+    KillPart,
+    Output,
+    PartKilled,
+    Ready,
+    Start,
+    Started,
+)
 from rolecall.rank import descendants
 from rolecall.rank.zygote import Zygote
 
@@ -31,11 +46,12 @@ JOB = "job"  # in the temporary folder: the job's files, and the ranks' working 
 
 
 class Hosted:
-    """The ranks on this host. `home` is where relative checkpoint directories lie, `folder` the temporary folder."""
+    """The ranks on this host, forked from `zygote`. `home` is where relative checkpoint directories lie, `folder` the
+    temporary folder."""
 
-    def __init__(self, home: Path, folder: Path) -> None:
-        self._home, self._folder = home, folder
-        self._here = Here(ports=PORTS)
+    def __init__(self, home: Path, folder: Path, zygote: Zygote) -> None:
+        self._home, self._folder, self._zygote = home, folder, zygote
+        self._here = Here(zygote, PORTS)
         self._processes = dict[str, LocalProcess]()  # by rank
         self._killed = dict[str, asyncio.Event]()  # of ranks that are starting
         self._tasks = set[asyncio.Task[None]]()
@@ -57,20 +73,22 @@ class Hosted:
                 reading.result()
         finally:
             self._over = True
-            if self._here.zygote:
-                self._here.zygote.end()  # a rank may wait for its imports
+            self._zygote.end()  # a rank may wait for its imports
             await asyncio.to_thread(descendants.kill, os.getpid())
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
-        first = await self._next(stream)
-        with contextlib.suppress(ValueError):  # of another version, which `Ready` tells
-            if isinstance(setup := host_messages.read_to_host(first), Setup):
-                self._here.zygote = Zygote(setup.target)
         (ports,) = self._here.plan({RANK0: 0})
         self._answers.write(b"\n")  # after what a login shell has written
-        await self._send(Ready(config.__version__, int(ports["PORT"]), int(ports["METRICS_PORT"])))
+        port, metrics_port = int(ports["PORT"]), int(ports["METRICS_PORT"])
+        await self._send(Ready(config.__version__, port, metrics_port, **machine.versions()._asdict()))
         while line := await self._next(stream):
-            match host_messages.read_to_host(line):
+            try:
+                message = host_messages.read_to_host(line)
+            except ValueError as error:  # of another version, which `Ready` tells
+                raise UsageError(
+                    f"`rolecall run` has sent what {config.__version__} does not know; install the same version on both"
+                ) from error
+            match message:
                 case Files(files):
                     for name, content in files.items():
                         path = self._folder / JOB / name
@@ -78,9 +96,7 @@ class Hosted:
                         path.write_bytes(content)
                 case Start() as start:
                     self._killed[start.rank] = asyncio.Event()
-                    task = asyncio.create_task(self._run(start, self._killed[start.rank]))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._begin(self._run(start, self._killed[start.rank]))
                 case Drain(rank):
                     if process := self._processes.get(rank):
                         process.drain()
@@ -88,6 +104,18 @@ class Hosted:
                     self._killed[rank].set()
                     if process := self._processes.get(rank):
                         process.kill()
+                case KillPart(rank, part):
+                    self._begin(self._kill_part(rank, part))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _kill_part(self, rank: str, part: str) -> None:
+        process = self._processes.get(rank)
+        killed = await process.kill_part(part) if process else Killed((), ())
+        await self._send(PartKilled(rank, part, killed))
 
     @staticmethod
     async def _next(stream: asyncio.StreamReader) -> bytes:
@@ -141,8 +169,8 @@ class Hosted:
             await self._answers.drain()
 
 
-def main() -> int:
-    """Serves one connection. Returns the exit code."""
+def main(jobs: Sequence[str] = ()) -> int:
+    """Serves one connection, for ranks of `jobs`. Returns the exit code."""
     secret.forbid_core_dumps()
     machine.name_part("hosted")
     requests, answers = os.dup(0), os.dup(1)
@@ -157,7 +185,8 @@ def main() -> int:
         config.export(TMPDIR=str(folder), PWD=str(folder / JOB))
         tempfile.tempdir = None  # TMPDIR differs
         descendants.adopt()
-        asyncio.run(Hosted(home, folder).serve(requests, answers))
+        zygote = Zygote(*jobs, withheld=(requests, answers, lock))  # before this process has other threads
+        asyncio.run(Hosted(home, folder, zygote).serve(requests, answers))
         return 0
     except UsageError as error:
         print(f"rolecall: {error}", file=sys.stderr)
@@ -169,6 +198,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    code = main(sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)  # `multiprocessing` would look for its folder, which is gone

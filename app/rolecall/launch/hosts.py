@@ -18,7 +18,7 @@ from rolecall.declare.describe import Description
 from rolecall.errors import UsageError
 from rolecall.launch import here, ssh
 from rolecall.launch.host import Host
-from rolecall.launch.host_messages import Files, Setup
+from rolecall.launch.host_messages import Files
 from rolecall.secret import read_token
 
 SCRIPT = "script"  # the job whose setting of that name is a user's file
@@ -76,9 +76,9 @@ class Hosts:
         here.remove_leftovers()
         self._folder, self._lock = here.temporary_folder()  # with the sockets of ssh's connections
         self._show: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
-        setup = Setup(target if target in registry.JOBS else "")
+        job = target if target in registry.JOBS else ""
         self._hosts = {
-            host: Host(host, placement.python, self._folder / f"ssh{number}", setup, self.show)
+            host: Host(host, placement.python, self._folder / f"ssh{number}", job, self.show)
             for number, host in enumerate(placement.all)
         }
         self._dealt = 0  # ranks whose role has no hosts of its own

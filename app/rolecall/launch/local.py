@@ -21,7 +21,7 @@ from rolecall.declare.describe import Description
 from rolecall.errors import UNSAVED, USAGE, UsageError
 from rolecall.launch.control import Control, ListedRank
 from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, Machines, remove_leftovers, temporary_folder
-from rolecall.launch.hosts import Hosts, Placement
+from rolecall.launch.hosts import Hosts
 from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
 from rolecall.observe import ask, targets
@@ -287,14 +287,17 @@ class LocalRun:
     def _listed(self) -> list[ListedRank]:
         return [ListedRank(rank.role, rank.ordinal, rank.pid, rank.state, rank.host) for rank in self.ranks]
 
-    def kill(self, role: str, ordinal: int) -> str:
-        """Kills the processes of a rank, which is started again. Returns what is done. Raises UsageError."""
+    async def kill(self, role: str, ordinal: int, part: str) -> str:
+        """Kills the processes of a rank, or of a `part` of it, as a crash does: what was killed is started again.
+        Returns what was killed. Raises UsageError."""
         rank = next((rank for rank in self.ranks if (rank.role, rank.ordinal) == (role, ordinal)), None)
         if rank is None or rank.process is None or not rank.pid:
             raise UsageError(f"{_name(role, ordinal)}: has no process now")
-        pid = rank.pid
-        rank.process.kill()
-        return f"killed {rank.name}: process {pid} on {rank.host or 'this machine'}, and those below it"
+        killed = await rank.process.kill_part(part)
+        if not killed.processes:
+            there = ", ".join(dict.fromkeys(killed.parts)) or "none"
+            raise UsageError(f"{rank.name}: has no process {part!r}; its parts are: {there}")
+        return f"killed {rank.name}{rank.host and f' on {rank.host}'}: {', '.join(killed.processes)}"
 
     def scale(self, role: str, count: int) -> str:
         """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what
@@ -390,33 +393,11 @@ def run(job: Description, zygote: Zygote | None = None) -> int:
     return asyncio.run(main())
 
 
-def run_on_hosts(target: str, words: Sequence[str], placement: Placement) -> int:
-    """Runs the job `target`, with the flags in `words`, on hosts. Returns the exit code. Raises UsageError, and
-    SystemExit as `describe.ask` does."""
-
-    def described() -> Description | SystemExit:
-        try:
-            return describe.ask(target, words)
-        except SystemExit as end:  # it would end the event loop
-            return end
-
-    async def main() -> int:
-        hosts = Hosts(placement, target)
-        connecting = asyncio.create_task(hosts.connect())  # the hosts import torch meanwhile
-        try:
-            job = await asyncio.to_thread(described)
-            if isinstance(job, SystemExit):
-                return job.code if isinstance(job.code, int) else 1
-            await connecting
-            settings = _settings(job)
-            await hosts.prepare(job, settings)
-            return await LocalRun(hosts.job, settings, live=_live(job), hosts=hosts).run()
-        finally:
-            connecting.cancel()
-            await asyncio.gather(connecting, return_exceptions=True)
-            await hosts.close()
-
-    return asyncio.run(main())
+async def run_on_hosts(job: Description, hosts: Hosts) -> int:
+    """Runs `job` on `hosts`, to which the connections are there. Returns the exit code. Raises UsageError."""
+    settings = _settings(job)
+    await hosts.prepare(job, settings)
+    return await LocalRun(hosts.job, settings, live=_live(job), hosts=hosts).run()
 
 
 def _settings(job: Description) -> Settings:

@@ -34,8 +34,8 @@ context = multiprocessing.get_context("forkserver")
 spared = set[int]()  # children of this process that `end` does not kill
 # The public API has neither the fork server's process ID, nor its pipe, nor a fork instead of a new interpreter. Used:
 # `_forkserver` (the one server of this process), its `_forkserver_pid` (to signal it, to wait for it, and to find what
-# workers leave behind), `_forkserver_address` and `_forkserver_alive_fd` (set by `_fork_here`, withheld from workers by
-# `_keep_alive_fd`), and `main` (run by `_fork_here`, if it has MAIN_PARAMETERS).
+# workers leave behind), `_forkserver_address` and `_forkserver_alive_fd` (set by `start_as_fork`, withheld from workers
+# by `_keep_alive_fd`), and `main` (run by `start_as_fork`, if it has MAIN_PARAMETERS).
 _server: Any = multiprocessing.forkserver._forkserver
 _preload = [ADOPTING]  # of a fork server of workers
 _imported: list[str] = []  # by the running fork server
@@ -67,9 +67,8 @@ def prepare(preload: tuple[str, ...], imported: bool = False) -> None:
     prepare_imports()
     _preload = [ADOPTING, MAIN, *preload]
     with checked_tmpdir():
-        # later versions of Python have another `main`
-        if imported and [*inspect.signature(multiprocessing.forkserver.main).parameters] == MAIN_PARAMETERS:
-            _fork_here()
+        if imported:
+            start_as_fork(_preload)
         else:
             ensure_running(_preload)
 
@@ -84,10 +83,14 @@ def checked_tmpdir() -> Iterator[None]:
         raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
 
 
-def _fork_here() -> None:
-    """Does what `ensure_running` does, with a fork instead of another interpreter."""
+def start_as_fork(preload: Sequence[str], withheld: Sequence[int] = ()) -> None:
+    """Starts the fork server as a fork of this process, which has one thread; not with its file descriptors `withheld`.
+    The first module of `preload` has a function `end`, which the fork server calls last. Raises OSError."""
     global _imported
-    _imported = _preload
+    if [*inspect.signature(multiprocessing.forkserver.main).parameters] != MAIN_PARAMETERS:
+        ensure_running(preload)  # a later version of Python, with another `main`
+        return
+    _imported = [*preload]
     with socket.socket(socket.AF_UNIX) as listener:
         address = tempfile.mktemp(prefix="fork-server-")
         listener.bind(address)
@@ -96,13 +99,14 @@ def _fork_here() -> None:
         alive, ours = os.pipe()
         pid = os.fork()
         if not pid:
-            os.close(ours)
+            for descriptor in (ours, *withheld):
+                os.close(descriptor)
             try:
-                multiprocessing.forkserver.main(listener.detach(), alive, _preload)
+                multiprocessing.forkserver.main(listener.detach(), alive, _imported)
             except Exception:  # of a module of the user's
                 traceback.print_exc()
             finally:
-                importlib.import_module(ADOPTING).end()
+                importlib.import_module(_imported[0]).end()
                 os._exit(0)
     os.close(alive)
     _server._forkserver_address, _server._forkserver_alive_fd, _server._forkserver_pid = address, ours, pid

@@ -106,10 +106,13 @@ class Forked:
 class Zygote:
     """Starts the zygote, preloaded for the built-in jobs among `targets`. As a context manager, ends it.
 
+    With `withheld`, it is a fork of this process, which has one thread, without these file descriptors: what this
+    process has imported is not imported again. Otherwise it is another interpreter.
+
     A process has one zygote: `multiprocessing` has one fork server. Raises UsageError if TMPDIR cannot hold its socket.
     """
 
-    def __init__(self, *targets: str) -> None:
+    def __init__(self, *targets: str, withheld: Sequence[int] | None = None) -> None:
         self._preload = [*PRELOAD]
         for target in targets:
             if target in registry.JOBS:
@@ -117,9 +120,9 @@ class Zygote:
                 self._preload.append(registry.module_of(target).__name__)
         self._lock, self._ended = threading.Lock(), False
         with self._lock, fork_server.checked_tmpdir():
-            self._start(lambda: None)
+            self._start(lambda: None, withheld)
 
-    def _start(self, then: Callable[[], None]) -> None:
+    def _start(self, then: Callable[[], None], withheld: Sequence[int] | None = None) -> None:
         """Starts the zygote unless it runs, and calls `then`. The caller holds the lock."""
         if self._ended:
             raise OSError("it has ended")
@@ -128,7 +131,10 @@ class Zygote:
         try:
             # no module of the working directory may replace a library's module
             with config.exported_for_a_moment(PYTHONSAFEPATH="1"):
-                fork_server.ensure_running(self._preload)
+                if withheld is None:
+                    fork_server.ensure_running(self._preload)
+                else:
+                    fork_server.start_as_fork(self._preload, withheld)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         then()
@@ -194,6 +200,7 @@ class Command:
         from rolecall.rank import zygote_main
 
         gc.freeze()  # a collection would copy every page that is shared with the zygote
+        gc.enable()
         os.setsid()  # a process group that lost its leader and has a suspended member gets SIGHUP
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

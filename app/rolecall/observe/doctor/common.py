@@ -6,6 +6,7 @@ from typing import Any
 
 from cryptography import x509
 
+from rolecall import machine
 from rolecall.errors import UsageError
 from rolecall.observe.doctor import diagnosis
 from rolecall.observe.doctor.checks import Finding, check, ok, problem, reason, unchecked, warning
@@ -167,14 +168,9 @@ def versions(subject: Subject) -> Finding:
     text = f"{text} here, {other} at rank 0"
     if local["rolecall"] != theirs.get("rolecall"):
         return problem(text)
-    if any(_minor(local[name]) != _minor(theirs.get(name)) for name in ("torch", "python")):
+    if any(machine.minor(local[name]) != machine.minor(str(theirs.get(name))) for name in ("torch", "python")):
         return warning(text)
     return ok(f"{text}, which are compatible")
-
-
-def _minor(version: Any) -> list[str]:
-    """The first two numbers of a version, which decide whether RPC is compatible."""
-    return str(version).partition("+")[0].split(".")[:2]
 
 
 CHECKS = (credentials, rank0, settings, clocks, versions)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import hmac
-import platform
 import time
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 from aiohttp import web
 
+from rolecall import machine
 from rolecall.config import Settings, __version__
 from rolecall.declare.describe import Description
 from rolecall.tunnel import keys
@@ -21,11 +20,7 @@ PATH = "/v1/doctor"
 
 def versions() -> dict[str, str]:
     """The versions of Rolecall, torch (empty if it is not installed) and Python here; torch is not imported."""
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = ""
-    return {"rolecall": __version__, "torch": torch, "python": platform.python_version()}
+    return {"rolecall": __version__, **machine.versions()._asdict()}
 
 
 def facts(job: Description, settings: Settings) -> dict[str, Any]:

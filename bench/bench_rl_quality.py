@@ -50,11 +50,13 @@ class Row:
     memory: bool = False
     solved: bool | None = None
     sampled: bool = False
+    algorithm: str = "ppo"
+    held_out: bool = False
 
     @property
     def deadline(self) -> float:
         """Seconds for a run, on a machine that is busy with another."""
-        return 600 + self.steps / 30
+        return 600 + self.steps / 10
 
 
 ROWS = {
@@ -69,6 +71,20 @@ ROWS = {
     "HalfCheetah-v5": Row("HalfCheetah-v5", 1_000_000),
     "Walker2d-v5": Row("Walker2d-v5", 1_000_000),
     "Boxing": Row(zoo.BOXING, 200_000, sampled=True),  # of four frames each
+    "Taxi-v4": Row("Taxi-v4", 200_000),
+    "CliffWalking-v1": Row(zoo.CLIFF, 100_000),
+    "MiniGrid-Empty-Random-6x6-v0": Row(zoo.EMPTY_ROOM, 100_000),
+    "Ant-v5": Row("Ant-v5", 500_000),
+    "HalfCheetah-v5-sac": Row("HalfCheetah-v5", 300_000, algorithm="sac"),
+    "MountainCar-v0": Row("MountainCar-v0", 300_000, held_out=True),
+    "FrozenLake-v1": Row("FrozenLake-v1", 100_000, held_out=True),
+    "BipedalWalker-v3": Row("BipedalWalker-v3", 1_000_000, held_out=True),
+    "Hopper-v5": Row("Hopper-v5", 1_000_000, held_out=True),
+    "Swimmer-v5": Row("Swimmer-v5", 500_000, held_out=True),
+    "Reacher-v5": Row("Reacher-v5", 200_000, held_out=True),
+    "MiniGrid-DoorKey-5x5-v0": Row(zoo.DOOR_KEY, 100_000, held_out=True),
+    "Breakout": Row(zoo.BREAKOUT, 100_000, sampled=True, held_out=True),
+    "MountainCar-v0-dqn": Row("MountainCar-v0", 120_000, algorithm="dqn", held_out=True),
 }
 QUICK = ("CartPole-v1", "Pendulum-v1")
 
@@ -227,7 +243,7 @@ def together(parts: Sequence[Any], work: Callable[[Any], None], parallel: int, s
 def train(side: str, row: Row, seed: int, options: Options, on: Callable[[str], None]) -> Run:
     if side == "sb3":  # with more threads it waits at every operation where something else keeps a core busy
         return process.peer("sb3", row.deadline, on, environment=row.environment, steps=row.steps, seed=seed,
-                            memory=row.memory, sampled=row.sampled, threads=1)  # fmt: skip
+                            memory=row.memory, sampled=row.sampled, algorithm=row.algorithm, threads=1)  # fmt: skip
     return ours.train(
         row.deadline, on, None, report.EPISODES, row.sampled, ENV_ID=row.environment, SEED=seed, MAX_STEPS=row.steps,
         SOLVED_BY="never", MEMORY="lstm" if row.memory else "none", **{"INFERENCE": "observer", **options.variables},

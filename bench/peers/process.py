@@ -66,6 +66,11 @@ class Run:
         """Environment steps a second, learning included."""
         return self.steps / self.seconds
 
+    @property
+    def updates_per_s(self) -> float:
+        """Optimizer steps a second, acting included."""
+        return self.updates / self.seconds
+
     def reached(self, threshold: float) -> Snapshot | None:
         """The first policy whose mean score reaches the threshold."""
         return next((each for each in self.snapshots if each.score >= threshold), None)

@@ -17,9 +17,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+
+from bench.peers.zoo import Algorithm
 
 EPISODES = 20
 GRANULARITY = 0.02  # of the training's seconds, between evaluations of a long one
@@ -39,7 +41,7 @@ class Options:
     episodes: int  # of an evaluation; 0: none at the end
     memory: bool
     sampled: bool  # actions of an evaluation, otherwise the most probable ones
-    algorithm: str = "ppo"
+    algorithm: Algorithm = "ppo"
 
     @staticmethod
     def parse(description: str | None) -> Options:
@@ -53,7 +55,7 @@ class Options:
         parser.add_argument("--episodes", type=int, default=EPISODES)
         parser.add_argument("--memory", action="store_true")
         parser.add_argument("--sampled", action="store_true")
-        parser.add_argument("--algorithm", default="ppo")
+        parser.add_argument("--algorithm", choices=get_args(Algorithm), default="ppo")
         return Options(**vars(parser.parse_args()))
 
 

@@ -1,16 +1,17 @@
 """Stable-Baselines3's hyper-parameters: those that RL Baselines3 Zoo publishes, for gymnasium's newest versions.
 
 Source: hyperparams/ppo.yml, ppo_lstm.yml (memory), sac.yml and dqn.yml of DLR-RM/rl-baselines3-zoo. Entries for older
-versions (LunarLander-v2, Reacher-v2, the -v4 of other MuJoCo environments) are used for the newest ones, CartPoleNoVel-v1's
-for MaskedCartPole-v0, and that of MiniGrid-Empty-Random-5x5-v0 for 6x6. Taxi, CliffWalking and FrozenLake have no entry:
-Stable-Baselines3's defaults.
+versions (LunarLander-v2, Reacher-v2, -v4 of the other MuJoCo environments) are used for the newest ones, that of
+CartPoleNoVel-v1 for MaskedCartPole-v0, and that of MiniGrid-Empty-Random-5x5-v0 for 6x6. Taxi, CliffWalking and
+FrozenLake have no entry: they take Stable-Baselines3's defaults.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+Algorithm = Literal["ppo", "sac", "dqn"]
 Schedule = tuple[str, float]  # ("lin", v): falls from v to 0 with the steps
 
 MASKED = "bench.peers.environments:MaskedCartPole-v0"
@@ -138,8 +139,8 @@ DQN = {
 }  # fmt: skip
 
 
-def tables(memory: bool = False) -> dict[str, dict[str, Published]]:
-    """The entries of each algorithm's name, by environment."""
+def tables(memory: bool = False) -> dict[Algorithm, dict[str, Published]]:
+    """The entries of each algorithm, by environment."""
     return {"ppo": RECURRENT_PPO if memory else PPO, "sac": SAC, "dqn": DQN}
 
 

@@ -13,7 +13,7 @@ one thread: here that is as fast as two, and ten times faster where something el
 
 Steps a second include the learning. HalfCheetah-v5 is measured for them alone, and so is Pong, in frames, four a step.
 With SAC and DQN updates a second are measured, over as many environment steps on both sides, the warm-up included;
-Stable-Baselines3 has RL Zoo's settings and torch's own number of threads.
+Stable-Baselines3 has RL Zoo's settings and torch's own number of threads, Rolecall the same batches and networks.
 Rolecall's bars are those of one of its two ways of inference, in each environment the faster one. With BENCH_JSON=FILE
 each run is kept as it comes, and a rerun measures what is missing.
 """

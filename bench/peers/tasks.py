@@ -21,6 +21,7 @@ class Task:
     threshold: float | None = None
     names: dict[str, str] = field(default_factory=dict)  # the environment's at a peer, where it is another
     algorithm: Algorithm = "ppo"
+    settings: dict[str, Any] = field(default_factory=dict)  # Rolecall's, if not its defaults
 
     @property
     def off_policy(self) -> bool:
@@ -34,7 +35,7 @@ class Task:
     @property
     def variables(self) -> dict[str, Any]:
         """Rolecall's settings."""
-        return {"ENV_ID": self.environment, "ALGORITHM": self.algorithm}
+        return {"ENV_ID": self.environment, "ALGORITHM": self.algorithm, **self.settings}
 
 
 TASKS = {
@@ -55,8 +56,15 @@ TASKS = {
     "HalfCheetah-v5": Task(
         "HalfCheetah-v5", {"observer": 60_000, "agent": 60_000, "sb3": 1_000_000, "cleanrl": 1_000_000}
     ),
-    "HalfCheetah-v5-sac": Task("HalfCheetah-v5", dict.fromkeys((*OURS, "sb3"), 20_000), algorithm="sac"),
-    "CartPole-v1-dqn": Task("CartPole-v1", dict.fromkeys((*OURS, "sb3"), 50_000), algorithm="dqn"),
+    # with RL Zoo's networks and batches, so that an update is the same work
+    "HalfCheetah-v5-sac": Task(
+        "HalfCheetah-v5", dict.fromkeys((*OURS, "sb3"), 20_000), algorithm="sac",
+        settings={"LEARNING_STARTS": 10_000, "UPDATES_PER_STEP": 1.0, "BATCH_SIZE": 256, "HIDDEN_SIZE": 256},
+    ),
+    "CartPole-v1-dqn": Task(
+        "CartPole-v1", dict.fromkeys((*OURS, "sb3"), 50_000), algorithm="dqn",
+        settings={"LEARNING_STARTS": 1_000, "UPDATES_PER_STEP": 0.5, "BATCH_SIZE": 64, "HIDDEN_SIZE": 256},
+    ),
     "Pong": Task(
         zoo.PONG, {"observer": 20_000, "agent": 20_000, "sb3": 500_000, "cleanrl": 500_000, "appo": 500_000},
         names={"cleanrl": POOLED, "appo": POOLED},

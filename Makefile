@@ -266,7 +266,7 @@ peers: ## installs the libraries that rl, hybrid, calls and examples/grpo.py are
 	    --requirement "bench/peers/requirements-$$group.txt" \
 	  && touch "build/peers/$$group/.ready" || echo "rolecall: $$group cannot be installed; the benchmarks leave it out" >&2; done
 
-bench-rl-quality: $(READY) ## measures how well rl learns beside Stable-Baselines3, after make peers (a day in full; BENCH_JSON=FILE, ARGS="--environments CartPole-v1 --seeds 1-3 --parallel 2")
+bench-rl-quality: $(READY) ## measures how well rl learns beside Stable-Baselines3, after make peers (hours in full; BENCH_JSON=FILE, ARGS="--environments tuned --seeds 1-3 --parallel 2")
 	$(BIN)/python -m bench.bench_rl_quality $(ARGS)
 
 bench-peers: $(READY) ## measures rl's speed beside the libraries of make peers (2 hours; BENCH_JSON=FILE, ARGS="--quick")

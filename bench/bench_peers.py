@@ -12,6 +12,8 @@ passes, without the seconds of evaluations, so that `to the prompt` is to their 
 one thread: here that is as fast as two, and ten times faster where something else keeps a core busy.
 
 Steps a second include the learning. HalfCheetah-v5 is measured for them alone, and so is Pong, in frames, four a step.
+With SAC and DQN updates a second are measured, over as many environment steps on both sides, the warm-up included;
+Stable-Baselines3 has RL Zoo's settings and torch's own number of threads, Rolecall the same batches and networks.
 Rolecall's bars are those of one of its two ways of inference, in each environment the faster one. With BENCH_JSON=FILE
 each run is kept as it comes, and a rerun measures what is missing.
 """
@@ -47,7 +49,7 @@ START = 60.0  # seconds more for processes to start
 EVALUATIONS = 900.0  # seconds more for the evaluations of a peer's policies
 RATE_SECONDS = 40.0
 FRAMES = 4  # of a game of Atari, a step
-SOONER, MORE_STEPS, CHEETAH, PIXELS = 2.0, 3.0, 2.0, 1.5  # the bars
+SOONER, MORE_STEPS, CHEETAH, PIXELS, UPDATES = 2.0, 3.0, 2.0, 1.5, 1.5  # the bars
 
 
 @dataclass
@@ -81,7 +83,8 @@ class Measured:
         return self.median(task, who, lambda run: _reached(task, run, lambda _: run.wall or math.inf))
 
     def rate(self, task: str, who: str) -> float:
-        return self.median(task, who, lambda run: run.steps_per_s)
+        """Environment steps a second, or updates of an off-policy algorithm."""
+        return self.median(task, who, lambda run: _rate(task, run))
 
     def ours(self, task: str) -> str:
         """Our better way of inference: sooner at the threshold, otherwise with more steps a second."""
@@ -115,8 +118,8 @@ class Measured:
                 frames = FRAMES * self.rate(task, our), FRAMES * self.rate(task, "appo")
                 bar(f"{task}: frames/s", *frames, PIXELS, "frames/s", least=False)
             else:
-                rates = self.rate(task, our), self.rate(task, "sb3")
-                bar(f"{task}: steps/s", *rates, CHEETAH, "steps/s", least=False)
+                unit, factor = _unit(task), UPDATES if TASKS[task].off_policy else CHEETAH
+                bar(f"{task}: {unit}", self.rate(task, our), self.rate(task, "sb3"), factor, unit, least=False)
         return bars
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +128,8 @@ class Measured:
 
         table = {
             task: {who: {"seconds": finite(self.seconds(task, who)), "steps": finite(self.steps(task, who)),
-                         "prompt_s": finite(self.prompt(task, who)), "steps_per_s": finite(self.rate(task, who))}
+                         "prompt_s": finite(self.prompt(task, who)),
+                         _unit(task).replace("/", "_per_"): finite(self.rate(task, who))}
                    for who in TASKS[task].steps}
             for task in self.tasks
         }  # fmt: skip
@@ -139,6 +143,14 @@ def _reached(task: str, run: Run, value: Callable[[process.Snapshot], float]) ->
         return math.nan
     snapshot = run.reached(threshold)
     return value(snapshot) if snapshot else math.inf
+
+
+def _rate(task: str, run: Run) -> float:
+    return run.updates_per_s if TASKS[task].off_policy else run.steps_per_s
+
+
+def _unit(task: str) -> str:
+    return "updates/s" if TASKS[task].off_policy else "steps/s"
 
 
 def _number(value: float, unit: str) -> str:
@@ -156,10 +168,11 @@ def train(task: Task, who: str, seed: int, sampled: bool, on: News) -> Run:
             **task.variables, **forever,
         )  # fmt: skip
     rated = task.threshold is None
+    seconds = None if task.off_policy else RATE_SECONDS if rated else SECONDS
     return process.peer(
         who, SECONDS + START + EVALUATIONS, on, environment=task.names.get(who, task.environment), seed=seed,
-        steps=task.steps[who], threshold=task.threshold, seconds=RATE_SECONDS if rated else SECONDS,
-        episodes=0 if rated else None, sampled=sampled, threads=None if task.pixels else 1,
+        steps=task.steps[who], threshold=task.threshold, seconds=seconds, episodes=0 if rated else None,
+        sampled=sampled, algorithm=task.algorithm, threads=None if task.pixels or task.off_policy else 1,
     )  # fmt: skip
 
 
@@ -196,7 +209,7 @@ def measure(tasks: list[str], seeds: list[int], whom: list[str], sampled: bool, 
 def _line(task: str, run: Run | str) -> str:
     if isinstance(run, str):
         return f"FAILED: {run}"
-    rate = f"{run.steps_per_s:,.0f} steps/s"
+    rate = f"{_rate(task, run):,.0f} {_unit(task)}"
     threshold = TASKS[task].threshold
     if threshold is None:
         return rate
@@ -216,7 +229,7 @@ def tables(measured: Measured) -> list[Table]:
         title = f"{task}, medians of {len(measured.seeds)} seeds" + (
             f", to {threshold:g}" if threshold is not None else ""
         )
-        columns: list[tuple[str, Callable[[str, str], float], str]] = [("steps/s", measured.rate, "")]
+        columns: list[tuple[str, Callable[[str, str], float], str]] = [(_unit(task), measured.rate, "")]
         if threshold is not None:
             columns = [("seconds", measured.seconds, "s"), ("steps", measured.steps, ""),
                        ("to the prompt", measured.prompt, "s"), *columns]  # fmt: skip

@@ -1,14 +1,23 @@
-"""How well `rl` learns beside Stable-Baselines3: `make bench-rl-quality`, after `make peers`. Many hours in full.
+"""How well `rl` learns beside Stable-Baselines3: `make bench-rl-quality`, after `make peers`. Hours in full.
 
 Each trains a policy for as many environment steps, with each seed; the score is the mean return of 20 fresh episodes
-under the last policy, which takes its most probable action; in Boxing it samples, as RL Zoo has it for Atari.
-Stable-Baselines3's hyper-parameters are those that RL Zoo publishes for each environment, Rolecall's its defaults. With
-BENCH_JSON=FILE each score is kept as it comes, and a rerun measures what is missing; SB3's scores of docs/rl.md are in
-peers/sb3_returns.json, to be copied for that. No figure of speed comes of it: --parallel trains several policies side
-by side.
+under the last policy, which takes its most probable action; in Boxing and Breakout it samples, as RL Zoo has it for
+Atari. Stable-Baselines3's hyper-parameters are those that RL Zoo publishes for each environment, Rolecall's its
+defaults. Rolecall's side needs `pip install -e '.[box2d,mujoco,atari]' minigrid`. With BENCH_JSON=FILE each score is
+kept as it comes, and a rerun measures what is missing; SB3's scores of docs/rl.md are in peers/sb3_returns.json, to be
+copied for that. No figure of speed comes of it: --parallel trains several policies side by side.
 
-Bars: Rolecall's mean over the seeds is at least Stable-Baselines3's less one standard error of that mean, and its worst
-seed is no worse. CartPole without velocities is solved with a memory, and not without.
+`split.py` says which environments the defaults are tuned on, and which are held out: these are evaluated once for each
+proposed change of defaults, and refuse --set.
+
+Bars, of means over the seeds. Within: Rolecall's is at least Stable-Baselines3's less one standard error of that mean.
+
+- Tuned: within; the worst seed is no worse; no result of docs/rl.md falls by more than the standard error of the
+  difference. CartPole without velocities is solved with a memory, and not without.
+- Held out: within in at least six of the eight. In each, Rolecall gains at least 0.8 of what Stable-Baselines3 gains
+  over uniformly random actions, since 0.8 of a negative return would be a better one; if Stable-Baselines3 gains
+  nothing, Rolecall is not below it.
+- SAC and DQN: within.
 """
 
 from __future__ import annotations
@@ -27,57 +36,34 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench import command, launch
+from bench import command, launch, split
 from bench.display import lines
-from bench.peers import ours, process, report, zoo
+from bench.peers import ours, process, report
 from bench.peers.process import Run
 from bench.peers.store import Store
+from bench.split import Row
 from rolecall.jobs.rl import RlSettings
 
 SIDES = ("sb3", "rolecall")
 NAMES = {"sb3": "Stable-Baselines3", "rolecall": "Rolecall"}
 SOLVED = 475.0  # CartPole's threshold
+MIN_GAIN = 0.8  # of Stable-Baselines3's over random actions, in each held-out environment
+MIN_WITHIN = 6  # held-out environments of the eight
 
 
-@dataclass(frozen=True)
-class Row:
-    """What is trained, and for how many environment steps; `solved`: whether it is to reach SOLVED, if that counts;
-    `sampled`: whether the evaluation's actions are sampled.
-    """
-
-    environment: str
-    steps: int
-    memory: bool = False
-    solved: bool | None = None
-    sampled: bool = False
-
-    @property
-    def deadline(self) -> float:
-        """Seconds for a run, on a machine that is busy with another."""
-        return 600 + self.steps / 30
-
-
-ROWS = {
-    "CartPole-v1": Row("CartPole-v1", 100_000),
-    "Acrobot-v1": Row("Acrobot-v1", 200_000),
-    "MountainCarContinuous-v0": Row("MountainCarContinuous-v0", 100_000),
-    "Pendulum-v1": Row("Pendulum-v1", 100_000),
-    "LunarLander-v3": Row("LunarLander-v3", 1_000_000),
-    "LunarLanderContinuous-v3": Row("LunarLanderContinuous-v3", 1_000_000),
-    "masked": Row(zoo.MASKED, 100_000, solved=False),
-    "masked-memory": Row(zoo.MASKED, 100_000, memory=True, solved=True),
-    "HalfCheetah-v5": Row("HalfCheetah-v5", 1_000_000),
-    "Walker2d-v5": Row("Walker2d-v5", 1_000_000),
-    "Boxing": Row(zoo.BOXING, 200_000, sampled=True),  # of four frames each
-}
 QUICK = ("CartPole-v1", "Pendulum-v1")
+TITLES = {
+    "Tuned on.": split.TUNED,
+    "Held out: evaluated once for each proposed change of defaults.": split.HELD_OUT,
+}
 
 
 @dataclass
 class Scores:
-    """One side's scores of a row, a seed each."""
+    """One side's scores of a row, a seed each, and the decimals to show."""
 
     values: list[float]
+    digits: int = 1
 
     @property
     def mean(self) -> float:
@@ -92,17 +78,24 @@ class Scores:
         """The standard error of the mean."""
         return statistics.stdev(self.values) / math.sqrt(len(self.values)) if len(self.values) > 1 else 0.0
 
+    def within(self, theirs: Scores) -> bool:
+        """Whether the mean is at least theirs less its standard error."""
+        return self.mean >= theirs.mean - theirs.error
+
     def __str__(self) -> str:
         if not self.values:
             return "-"
-        return f"{self.mean:,.1f} ± {self.error:,.1f}" if self.error else f"{self.mean:,.1f}"
+        return self.shown(self.mean) + (f" ± {self.shown(self.error)}" if self.error else "")
+
+    def shown(self, value: float) -> str:
+        return f"{value:,.{self.digits}f}"
 
 
 @dataclass
 class Options:
     """What is measured."""
 
-    rows: dict[str, Row] = field(default_factory=lambda: dict(ROWS))
+    rows: dict[str, Row] = field(default_factory=lambda: dict(split.ROWS))
     seeds: list[int] = field(default_factory=list)
     parallel: int = 1
     variables: dict[str, str] = field(default_factory=dict)  # Rolecall's settings, if not its defaults
@@ -124,7 +117,8 @@ class Measured:
 
     def scores(self, side: str, name: str) -> Scores:
         keys = [self.options.key(side, name, seed) for seed in self.options.seeds]
-        return Scores([self.store.runs[key].score for key in keys if key in self.store.runs])
+        return Scores([self.store.runs[key].score for key in keys if key in self.store.runs],
+                      self.options.rows[name].digits)  # fmt: skip
 
     def bars(self) -> list[command.Bar]:
         bars: list[command.Bar] = []
@@ -134,16 +128,26 @@ class Measured:
                 done = f"{len(our.values)} of {len(self.options.seeds)} seeds"
                 bars.append((f"{name}: measured", done, "all", False))
             if our.values and theirs.values:
-                least = theirs.mean - theirs.error
-                bars.append((f"{name}: mean", f"{our.mean:,.1f}", f">= {theirs.mean:,.1f} - {theirs.error:.1f}",
-                             our.mean >= least))  # fmt: skip
-                bars.append((f"{name}: worst", f"{our.worst:,.1f}", f">= {theirs.worst:,.1f}",
-                             our.worst >= theirs.worst))  # fmt: skip
+                bars += _beside(name, row, our, theirs)
+            if our.values and row.documented:
+                least = row.documented.mean - math.hypot(row.documented.error, our.error)
+                bound = f">= {our.shown(least)}"
+                bars.append((f"{name}: as documented", our.shown(our.mean), bound, our.mean >= least))
             if our.values and row.solved is not None:
                 is_solved = our.mean >= SOLVED
                 bars.append((f"{name}: solved", f"{our.mean:,.1f}", f"{'>=' if row.solved else '<'} {SOLVED:g}",
                              is_solved == row.solved))  # fmt: skip
-        return bars
+        return [*bars, *self._held_out()]
+
+    def _held_out(self) -> list[command.Bar]:
+        """The bar of PPO's held-out environments together; none unless all of them are asked for."""
+        names = [name for name, row in split.HELD_OUT.items() if row.algorithm == "ppo"]
+        if "rolecall" not in self.options.sides or not set(names) <= set(self.options.rows):
+            return []
+        pairs = [(self.scores("rolecall", name), self.scores("sb3", name)) for name in names]
+        measured = [our.within(theirs) for our, theirs in pairs if our.values and theirs.values]
+        return [("held out: within", f"{sum(measured)} of {len(measured)}", f">= {MIN_WITHIN} of {len(names)}",
+                 sum(measured) >= MIN_WITHIN)]  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         table = {
@@ -153,6 +157,19 @@ class Measured:
             for name in self.options.rows
         }  # fmt: skip
         return {**self.store.to_json(), "table": table, "bars": command.bars_json(self)}
+
+
+def _beside(name: str, row: Row, our: Scores, theirs: Scores) -> list[command.Bar]:
+    """The bars of one environment beside Stable-Baselines3."""
+    if row.random is not None:
+        least = theirs.mean - (1 - MIN_GAIN) * max(0.0, theirs.mean - row.random)
+        return [(f"{name}: gain", our.shown(our.mean), f">= {our.shown(least)}", our.mean >= least)]
+    bound = f">= {theirs.shown(theirs.mean)} - {theirs.shown(theirs.error)}"
+    bars = [(f"{name}: mean", our.shown(our.mean), bound, our.within(theirs))]
+    if row.algorithm == "ppo":
+        bound = f">= {theirs.shown(theirs.worst)}"
+        bars.append((f"{name}: worst", our.shown(our.worst), bound, our.worst >= theirs.worst))
+    return bars
 
 
 def measure(options: Options, console: Console) -> Measured:
@@ -227,10 +244,11 @@ def together(parts: Sequence[Any], work: Callable[[Any], None], parallel: int, s
 def train(side: str, row: Row, seed: int, options: Options, on: Callable[[str], None]) -> Run:
     if side == "sb3":  # with more threads it waits at every operation where something else keeps a core busy
         return process.peer("sb3", row.deadline, on, environment=row.environment, steps=row.steps, seed=seed,
-                            memory=row.memory, sampled=row.sampled, threads=1)  # fmt: skip
+                            memory=row.memory, sampled=row.sampled, algorithm=row.algorithm, threads=1)  # fmt: skip
     return ours.train(
         row.deadline, on, None, report.EPISODES, row.sampled, ENV_ID=row.environment, SEED=seed, MAX_STEPS=row.steps,
-        SOLVED_BY="never", MEMORY="lstm" if row.memory else "none", **{"INFERENCE": "observer", **options.variables},
+        SOLVED_BY="never", ALGORITHM=row.algorithm, MEMORY="lstm" if row.memory else "none",
+        **{"INFERENCE": "observer", **options.variables},
     )  # fmt: skip
 
 
@@ -242,27 +260,40 @@ def whole(run: Run, row: Row) -> Run:
 
 
 def tables(measured: Measured) -> list[Table]:
-    """The results for people."""
-    table = Table("environment", "steps", "seeds", title=f"Mean return of {report.EPISODES} fresh episodes, over seeds")
+    """The results for people: a table for each part of the split."""
+    found = [
+        _table(measured, f"{title} Mean return of {report.EPISODES} fresh episodes, over seeds", names)
+        for title, part in TITLES.items()
+        if (names := [name for name in measured.options.rows if name in part])
+    ]
+    if measured.store.failures:
+        failures = Table("left out", "why")
+        for key, line in measured.store.failures.items():
+            failures.add_row(key, line)
+        found.append(failures)
+    return found
+
+
+def _table(measured: Measured, title: str, names: Sequence[str]) -> Table:
+    table = Table("environment", "steps", "seeds", title=title)
     for side in SIDES:
         table.add_column(NAMES[side], justify="right")
         table.add_column("worst", justify="right")
-    for name, row in measured.options.rows.items():
+    for name in names:
         theirs, our = (measured.scores(side, name) for side in SIDES)
-        worst = [f"{each.worst:,.1f}" if each.values else "-" for each in (theirs, our)]
-        table.add_row(name, f"{row.steps:,}", f"{len(theirs.values)}, {len(our.values)}", str(theirs), worst[0],
-                      str(our), worst[1])  # fmt: skip
-    failures = Table("left out", "why")
-    for key, line in measured.store.failures.items():
-        failures.add_row(key, line)
-    return [table, failures] if measured.store.failures else [table]
+        worst = [each.shown(each.worst) if each.values else "-" for each in (theirs, our)]
+        steps = f"{measured.options.rows[name].steps:,}"
+        table.add_row(name, steps, f"{len(theirs.values)}, {len(our.values)}", str(theirs), worst[0], str(our),
+                      worst[1])  # fmt: skip
+    return table
 
 
 def choose(arguments: argparse.Namespace, quick: bool) -> Options:
     """What the options ask for. Raises ValueError for what does not exist."""
-    names = arguments.environments.split(",") if arguments.environments else list(QUICK if quick else ROWS)
-    if unknown := [name for name in names if name not in ROWS]:
-        raise ValueError(f"--environments: {unknown[0]} is none of {', '.join(ROWS)}")
+    given = arguments.environments.split(",") if arguments.environments else list(QUICK if quick else split.ROWS)
+    names = [name for each in given for name in split.GROUPS.get(each, (each,))]
+    if unknown := [name for name in names if name not in split.ROWS]:
+        raise ValueError(f"--environments: {unknown[0]} is none of {', '.join((*split.GROUPS, *split.ROWS))}")
     seeds = [1] if quick else list(range(1, arguments.rounds + 1))
     if arguments.seeds:
         seeds = []
@@ -272,11 +303,13 @@ def choose(arguments: argparse.Namespace, quick: bool) -> Options:
     sides = arguments.sides.split(",")
     if unknown := [side for side in sides if side not in SIDES]:
         raise ValueError(f"--sides: {unknown[0]} is none of {', '.join(SIDES)}")
-    rows = {name: ROWS[name] for name in names}
+    rows = {name: split.ROWS[name] for name in names}
     if arguments.steps:
         rows = {name: replace(row, steps=arguments.steps) for name, row in rows.items()}
     if any("=" not in pair for pair in arguments.set):
         raise ValueError("--set: NAME=VALUE")
+    if arguments.set and "rolecall" in sides and (held := [name for name in names if name in split.HELD_OUT]):
+        raise ValueError(f"--set: {held[0]} is held out, and measured with the defaults alone; --environments tuned")
     variables = dict(pair.split("=", 1) for pair in arguments.set)
     return Options(rows, seeds, arguments.parallel, variables, sides)
 
@@ -285,7 +318,7 @@ def main(argv: list[str] | None = None) -> int:
     chosen = argparse.Namespace()
 
     def more(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
-        parser.add_argument("--environments", metavar="NAMES", help=f"of {','.join(ROWS)}")
+        parser.add_argument("--environments", metavar="NAMES", help=f"of {','.join((*split.GROUPS, *split.ROWS))}")
         parser.add_argument("--sides", metavar="SIDES", default=",".join(SIDES), help="whose policies are trained")
         parser.add_argument("--seeds", metavar="SEEDS", help="such as 1-3,7; as many as --rounds, if not given")
         parser.add_argument("--steps", type=int, help="environment steps of every run, in place of the table's")
@@ -300,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return accept
 
-    return command.run("rl_quality", __doc__, 10, f"steps as in full, of {' and '.join(QUICK)}",
+    return command.run("rl_quality", __doc__, 3, f"steps as in full, of {' and '.join(QUICK)}",
                        lambda rounds, quick, console: measure(chosen.options, console), tables, argv, more)  # fmt: skip
 
 

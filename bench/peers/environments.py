@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -31,6 +33,12 @@ def masked_cartpole(**options: Any) -> gymnasium.Env[Any, Any]:
     return Masked(gymnasium.make("CartPole-v1", **options).unwrapped)
 
 
+def flat_grid(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
+    """A room of MiniGrid whose picture and mission are one vector: the wrapper that RL Zoo uses."""
+    wrappers = importlib.import_module("minigrid.wrappers")  # only some measurements need it
+    return wrappers.FlatObsWrapper(gymnasium.make(name, **options).unwrapped)  # type: ignore[no-any-return]
+
+
 gymnasium.register("MaskedCartPole-v0", masked_cartpole, max_episode_steps=500, reward_threshold=475.0)
 # gymnasium names no threshold for Pendulum; with one, a run ends by itself
 gymnasium.register(
@@ -38,4 +46,11 @@ gymnasium.register(
     "gymnasium.envs.classic_control.pendulum:PendulumEnv",
     max_episode_steps=200,
     reward_threshold=-200.0,
+)
+# the wrapped rooms end their episodes themselves
+gymnasium.register("FlatEmptyRandom6x6-v0", partial(flat_grid, "MiniGrid-Empty-Random-6x6-v0"))
+gymnasium.register("FlatDoorKey5x5-v0", partial(flat_grid, "MiniGrid-DoorKey-5x5-v0"))
+# gymnasium names no limit for CliffWalking: an episode of a policy that runs against a wall would not end
+gymnasium.register(
+    "LimitedCliffWalking-v1", "gymnasium.envs.toy_text.cliffwalking:CliffWalkingEnv", max_episode_steps=200
 )

@@ -55,6 +55,7 @@ class Run:
     wall: float | None = None  # it was ended by its deadline
     scores: list[float] = field(default_factory=list)  # of the last policy
     snapshots: list[Snapshot] = field(default_factory=list)
+    updates: int = 0  # the optimizer's steps of an off-policy algorithm
 
     @property
     def score(self) -> float:
@@ -64,6 +65,11 @@ class Run:
     def steps_per_s(self) -> float:
         """Environment steps a second, learning included."""
         return self.steps / self.seconds
+
+    @property
+    def updates_per_s(self) -> float:
+        """Optimizer steps a second, acting included."""
+        return self.updates / self.seconds
 
     def reached(self, threshold: float) -> Snapshot | None:
         """The first policy whose mean score reaches the threshold."""
@@ -125,7 +131,7 @@ def add(run: Run, event: dict[str, Any], started: float) -> Run:
             newest = Snapshot(event["steps"], event["seconds"], mean)
             return Run(**{**vars(run), "snapshots": [*run.snapshots, newest]})
         case "end":
-            end = {key: event[key] for key in ("steps", "seconds", "scores")}
+            end = {key: event[key] for key in ("steps", "seconds", "scores", "updates") if key in event}
             return Run(**{**vars(run), **end, "wall": -event["paused"]})
         case "gone" if run.wall is not None:
             return Run(**{**vars(run), "wall": run.wall + event["at"] - started})

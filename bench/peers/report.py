@@ -4,9 +4,9 @@ A peer's program runs under an interpreter of its own (`make peers`) and imports
 with the first step of an environment and stands still while a policy is evaluated.
 
 Lines: {"event": "begin", "at"}; {"event": "snapshot", "steps", "seconds", "scores"} for each policy that was evaluated;
-{"event": "end", "steps", "seconds", "paused", "scores"}. `at` is the machine's monotonic clock, `steps` counts
-environment steps, `seconds` is the training's clock, `paused` the seconds of evaluations, `scores` the returns of fresh
-episodes.
+{"event": "end", "steps", "seconds", "paused", "scores", "updates"}. `at` is the machine's monotonic clock, `steps`
+counts environment steps, `seconds` is the training's clock, `paused` the seconds of evaluations, `scores` the returns
+of fresh episodes, `updates` the optimizer's steps of an off-policy algorithm.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+
+from bench.peers.zoo import Algorithm
 
 EPISODES = 20
 GRANULARITY = 0.02  # of the training's seconds, between evaluations of a long one
@@ -39,6 +41,7 @@ class Options:
     episodes: int  # of an evaluation; 0: none at the end
     memory: bool
     sampled: bool  # actions of an evaluation, otherwise the most probable ones
+    algorithm: Algorithm = "ppo"
 
     @staticmethod
     def parse(description: str | None) -> Options:
@@ -52,6 +55,7 @@ class Options:
         parser.add_argument("--episodes", type=int, default=EPISODES)
         parser.add_argument("--memory", action="store_true")
         parser.add_argument("--sampled", action="store_true")
+        parser.add_argument("--algorithm", choices=get_args(Algorithm), default="ppo")
         return Options(**vars(parser.parse_args()))
 
 
@@ -86,13 +90,14 @@ class Report:
                 return True
         return self.seconds >= self.options.seconds
 
-    def end(self, steps: int) -> None:
+    def end(self, steps: int, updates: int = 0) -> None:
         """The training has ended: the last policy's scores, unless they are known."""
         seconds = self.seconds
         if self._newest is None or self._newest[0] != steps:
             self._measure(steps)
         assert self._newest is not None
-        say("end", steps=steps, seconds=seconds, paused=self.paused, scores=self._newest[1])
+        say("end", steps=steps, seconds=seconds, paused=self.paused, scores=self._newest[1],
+            updates=updates)  # fmt: skip
 
     def _measure(self, steps: int) -> list[float]:
         began = time.monotonic()

@@ -1,19 +1,22 @@
-"""Stable-Baselines3's PPO with RL Baselines3 Zoo's hyper-parameters; with --memory RecurrentPPO of sb3-contrib."""
+"""Stable-Baselines3 with RL Baselines3 Zoo's hyper-parameters; with --memory PPO is RecurrentPPO of sb3-contrib."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from stable_baselines3 import PPO
+from stable_baselines3 import DQN, PPO, SAC
 from stable_baselines3.common.atari_wrappers import AtariWrapper
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize, sync_envs_normalization
 from torch import nn
 
 from bench.peers import environments, report, zoo
+
+ALGORITHMS = {"ppo": PPO, "sac": SAC, "dqn": DQN}
 
 
 class Watch(BaseCallback):
@@ -38,15 +41,15 @@ def make(options: report.Options, published: zoo.Published, n: int, seed: int, t
     """`n` environments in one process, as RL Zoo makes them."""
     env: Any = make_vec_env(options.environment, n, seed, wrapper_class=AtariWrapper if published.atari else None)
     if published.normalize:
-        env = VecNormalize(env, training=training, norm_reward=training, gamma=published.ppo["gamma"])
+        gamma = published.algorithm.get("gamma", 0.99)
+        env = VecNormalize(env, training=training, norm_reward=training, gamma=gamma)
     return VecFrameStack(env, environments.FRAMES) if published.atari else env
 
 
 def main() -> int:
     options = report.Options.parse(__doc__)
-    table = zoo.MEMORY if options.memory else zoo.ZOO
-    published = table[options.environment]
-    algorithm: Any = PPO
+    published = zoo.tables(options.memory)[options.algorithm][options.environment]
+    algorithm: Any = ALGORITHMS[options.algorithm]
     policy = "CnnPolicy" if published.atari else "MlpPolicy"
     if options.memory:
         from sb3_contrib import RecurrentPPO  # imports slowly, and only here
@@ -68,7 +71,7 @@ def main() -> int:
 
     lines = report.Report(options, evaluate)
     model.learn(options.steps, callback=Watch(lines))
-    lines.end(model.num_timesteps)
+    lines.end(model.num_timesteps, model._n_updates if isinstance(model, OffPolicyAlgorithm) else 0)
     return 0
 
 

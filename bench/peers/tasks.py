@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.peers import zoo
+from bench.peers.zoo import Algorithm
 
 OURS = ("observer", "agent")  # Rolecall's ways of inference
 POOLED = "envpool:Pong-v5"
@@ -19,6 +20,13 @@ class Task:
     steps: dict[str, int]
     threshold: float | None = None
     names: dict[str, str] = field(default_factory=dict)  # the environment's at a peer, where it is another
+    algorithm: Algorithm = "ppo"
+    settings: dict[str, Any] = field(default_factory=dict)  # Rolecall's, if not its defaults
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether updates are counted, not environment steps, of which each library makes as many."""
+        return self.algorithm != "ppo"
 
     @property
     def pixels(self) -> bool:
@@ -27,7 +35,7 @@ class Task:
     @property
     def variables(self) -> dict[str, Any]:
         """Rolecall's settings."""
-        return {"ENV_ID": self.environment}
+        return {"ENV_ID": self.environment, "ALGORITHM": self.algorithm, **self.settings}
 
 
 TASKS = {
@@ -47,6 +55,15 @@ TASKS = {
     ),
     "HalfCheetah-v5": Task(
         "HalfCheetah-v5", {"observer": 60_000, "agent": 60_000, "sb3": 1_000_000, "cleanrl": 1_000_000}
+    ),
+    # with RL Zoo's networks and batches, so that an update is the same work
+    "HalfCheetah-v5-sac": Task(
+        "HalfCheetah-v5", dict.fromkeys((*OURS, "sb3"), 20_000), algorithm="sac",
+        settings={"LEARNING_STARTS": 10_000, "UPDATES_PER_STEP": 1.0, "BATCH_SIZE": 256, "HIDDEN_SIZE": 256},
+    ),
+    "CartPole-v1-dqn": Task(
+        "CartPole-v1", dict.fromkeys((*OURS, "sb3"), 50_000), algorithm="dqn",
+        settings={"LEARNING_STARTS": 1_000, "UPDATES_PER_STEP": 0.5, "BATCH_SIZE": 64, "HIDDEN_SIZE": 256},
     ),
     "Pong": Task(
         zoo.PONG, {"observer": 20_000, "agent": 20_000, "sb3": 500_000, "cleanrl": 500_000, "appo": 500_000},

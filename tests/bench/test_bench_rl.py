@@ -18,7 +18,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from bench import bench_peers, bench_rl_quality
+from bench import bench_peers, bench_rl_quality, split
 from bench.peers import ours, process, report, zoo
 from bench.peers.process import Run, Snapshot
 from bench.peers.store import Store
@@ -43,12 +43,12 @@ def test_the_lines_of_a_program_make_a_run() -> None:
     for event in (
         {"event": "begin", "at": 103.0},
         {"event": "snapshot", "steps": 50, "seconds": 2.0, "scores": [1.0, 3.0]},
-        {"event": "end", "steps": 90, "seconds": 4.0, "paused": 1.5, "scores": [5.0]},
+        {"event": "end", "steps": 90, "seconds": 4.0, "paused": 1.5, "scores": [5.0], "updates": 60},
         {"event": "gone", "at": 110.0},
     ):
         run = process.add(run, event, 100.0)
-    assert run == Run(90, 4.0, 3.0, 8.5, [5.0], [Snapshot(50, 2.0, 2.0)])
-    assert run.steps_per_s == 22.5
+    assert run == Run(90, 4.0, 3.0, 8.5, [5.0], [Snapshot(50, 2.0, 2.0)], updates=60)
+    assert (run.steps_per_s, run.updates_per_s) == (22.5, 15.0)
     assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
 
 
@@ -207,9 +207,38 @@ def test_the_masked_environment_hides_the_velocities() -> None:
     assert (masked.spec.reward_threshold, masked.spec.max_episode_steps) == (475.0, 500)  # type: ignore[union-attr]
 
 
+def test_an_episode_on_the_cliff_ends() -> None:
+    returns = report.play(lambda: gymnasium.make(zoo.CLIFF), lambda observations: [3] * len(observations), 1, 1)
+    assert returns == [-200.0]  # to the left, against the wall
+
+
 def test_every_row_has_published_settings() -> None:
-    for row in bench_rl_quality.ROWS.values():
-        assert row.environment in (zoo.MEMORY if row.memory else zoo.ZOO)
+    for row in split.ROWS.values():
+        assert row.environment in zoo.tables(row.memory)[row.algorithm]
+    for task in bench_peers.TASKS.values():
+        assert task.names.get("sb3", task.environment) in zoo.tables()[task.algorithm]
+
+
+# ---- the split
+
+
+def test_no_environment_is_both_tuned_on_and_held_out() -> None:
+    tuned, held_out = ({row.environment for row in part.values()} for part in (split.TUNED, split.HELD_OUT))
+    assert not tuned & held_out
+    assert len(held_out) >= 8
+    for row in split.HELD_OUT.values():
+        assert (row.random is not None) == (row.algorithm == "ppo")
+        assert row.documented is None
+
+
+def test_the_split_and_what_results_are_compared_with_are_documented() -> None:
+    documented = (ROOT / "docs" / "rl.md").read_text()
+    for name, row in split.HELD_OUT.items():
+        assert name in documented or row.algorithm != "ppo"
+    for row in split.TUNED.values():
+        if row.documented:
+            mean, error = row.documented
+            assert (f"| {mean:,.1f} ± {error:,.1f} |" if error else f"| {mean:,.1f} |") in documented
 
 
 # ---- what is kept
@@ -239,7 +268,7 @@ def test_the_documented_returns_of_sb3_are_those_that_are_kept(monkeypatch: pyte
 
 
 def test_a_run_that_ended_early_is_no_result() -> None:
-    row = bench_rl_quality.ROWS["CartPole-v1"]
+    row = split.ROWS["CartPole-v1"]
     with pytest.raises(RuntimeError, match="ended after 99,999 of 100,000 steps"):
         bench_rl_quality.whole(Run(row.steps - 1), row)
     assert bench_rl_quality.whole(Run(row.steps), row).steps == row.steps
@@ -292,6 +321,15 @@ def test_rates_are_compared(task: str, peer: str, times: float) -> None:
         assert [met for *_, met in peers(runs, task).bars()] == [passes]
 
 
+@pytest.mark.parametrize("task", ["HalfCheetah-v5-sac", "CartPole-v1-dqn"])
+def test_updates_of_off_policy_algorithms_are_compared(task: str) -> None:
+    for our, passes in ((1500, True), (1499, False)):
+        runs = {"observer": [Run(9000, 10.0, updates=our)], "sb3": [Run(1, 10.0, updates=1000)]}
+        measured = peers(runs, task)
+        assert [(what, met) for what, *_, met in measured.bars()] == [(f"{task}: updates/s", passes)]
+        assert measured.to_json()["table"][task]["sb3"]["updates_per_s"] == 100.0
+
+
 def test_what_is_not_measured_is_no_pass() -> None:
     assert [met for *_, met in peers({"sb3": [solved(3.0, 100)]}, "CartPole-v1").bars()] == [False] * 3
     assert peers({"observer": [solved(3.0, 100)]}, "CartPole-v1").bars() == []  # nothing to compare with
@@ -317,16 +355,23 @@ def test_a_peer_that_fails_is_left_out_and_the_rest_is_measured(monkeypatch: pyt
     assert len(bench_peers.tables(measured)) == 2
 
 
-def quality(theirs: list[float], our: list[float], name: str = "Pendulum-v1") -> list[bool]:
-    row = bench_rl_quality.ROWS[name]
-    chosen = bench_rl_quality.Options({name: row}, list(range(1, len(our) + 1)))
+Pairs = dict[str, tuple[list[float], list[float]]]  # both sides' scores of each row
+
+
+def qualities(pairs: Pairs) -> dict[str, bool]:
+    chosen = bench_rl_quality.Options({name: split.ROWS[name] for name in pairs}, [1, 2, 3, 4])
     measured = bench_rl_quality.Measured(chosen, Store("rl-quality"))
-    for side, scores in (("sb3", theirs), ("rolecall", our)):
-        for seed, score in enumerate(scores, 1):
-            measured.store.keep(chosen.key(side, name, seed), Run(scores=[score]))
+    for name, sides in pairs.items():
+        for side, scores in zip(("sb3", "rolecall"), sides, strict=True):
+            for seed, score in enumerate(scores, 1):
+                measured.store.keep(chosen.key(side, name, seed), Run(scores=[score]))
     assert json.dumps(measured.to_json())
     assert bench_rl_quality.tables(measured)
-    return [met for *_, met in measured.bars()]
+    return {what: met for what, *_, met in measured.bars()}
+
+
+def quality(theirs: list[float], our: list[float], name: str = "Taxi-v4") -> list[bool]:
+    return list(qualities({name: (theirs, our)}).values())
 
 
 def test_a_standard_error_below_the_mean_still_passes() -> None:
@@ -337,9 +382,42 @@ def test_a_standard_error_below_the_mean_still_passes() -> None:
 
 
 def test_without_velocities_it_takes_a_memory() -> None:
-    assert quality([500.0] * 2, [500.0, 470.0], "masked-memory") == [False, False, True]
-    assert quality([40.0] * 2, [480.0, 480.0], "masked") == [True, True, False]
-    assert quality([40.0] * 2, [50.0, 60.0], "masked") == [True, True, True]
+    assert quality([500.0] * 4, [500.0, 470.0] * 2, "masked-memory") == [False, False, False, True]
+    assert quality([40.0] * 4, [480.0] * 4, "masked") == [True, True, False]
+    assert quality([40.0] * 4, [50.0, 60.0] * 2, "masked") == [True, True, True]
+
+
+def test_a_documented_result_may_fall_by_the_standard_error_of_the_difference() -> None:
+    mean, error = split.ROWS["Walker2d-v5"].documented or (0.0, 0.0)
+    for fallen, passes in ((error - 1, True), (error + 1, False)):
+        assert quality([0.0] * 4, [mean - fallen] * 4, "Walker2d-v5") == [True, True, passes]
+    spread = [mean - error - 500, mean - error + 400] * 2  # with an error of its own
+    assert quality([0.0] * 4, spread, "Walker2d-v5") == [True, True, True]
+
+
+def test_a_held_out_environment_is_gained_as_much_above_random_actions() -> None:
+    assert quality([-100.0] * 4, [-119.0] * 4, "MountainCar-v0") == [True]  # 81 of 100 above -200
+    assert quality([-100.0] * 4, [-121.0] * 4, "MountainCar-v0") == [False]
+    assert quality([-200.0] * 4, [-200.0] * 4, "MountainCar-v0") == [True]  # nothing was gained
+    assert quality([0.0] * 4, [0.01] * 4, "MiniGrid-DoorKey-5x5-v0") == [True]  # they are below random actions
+    assert quality([0.0] * 4, [-0.01] * 4, "MiniGrid-DoorKey-5x5-v0") == [False]
+
+
+def test_six_of_the_held_out_environments_are_within_a_standard_error() -> None:
+    names = [name for name, row in split.HELD_OUT.items() if row.algorithm == "ppo"]
+    for good, passes in ((6, True), (5, False)):
+        pairs: Pairs = {name: ([100.0] * 4, [100.0 if at < good else 99.9] * 4) for at, name in enumerate(names)}
+        assert qualities(pairs)["held out: within"] == passes
+        assert "held out: within" not in qualities({name: pairs[name] for name in names[:7]})
+    absent: Pairs = {name: ([100.0] * 4, []) for name in names}
+    assert not any(qualities(absent).values())
+
+
+@pytest.mark.parametrize("name", ["HalfCheetah-v5-sac", "MountainCar-v0-dqn"])
+def test_off_policy_algorithms_are_compared_by_their_means(name: str) -> None:
+    theirs = [100.0, 110.0, 120.0, 130.0]
+    assert quality(theirs, [90.0, 120.0, 120.0, 120.0], name) == [True]
+    assert quality(theirs, [108.4] * 4, name) == [False]
 
 
 def arguments(**values: Any) -> argparse.Namespace:
@@ -368,6 +446,23 @@ def test_the_options_choose_rows_and_seeds() -> None:
         bench_rl_quality.choose(arguments(environments="Pung"), quick=False)
     with pytest.raises(ValueError, match="--set: NAME=VALUE"):
         bench_rl_quality.choose(arguments(set=["LR"]), quick=False)
+
+
+def test_settings_are_tried_on_tuned_environments_alone() -> None:
+    tuned = bench_rl_quality.choose(arguments(environments="tuned", set=["LR=1"]), quick=False)
+    assert tuned.rows == split.TUNED
+    for names in (None, "held-out", "Ant-v5,Hopper-v5"):
+        with pytest.raises(ValueError, match=r"--set: .* is held out, .* --environments tuned"):
+            bench_rl_quality.choose(arguments(environments=names, set=["LR=1"]), quick=False)
+    theirs = bench_rl_quality.choose(arguments(environments="held-out", sides="sb3", set=["LR=1"]), quick=False)
+    assert theirs.rows == split.HELD_OUT
+
+
+def test_the_table_says_what_is_held_out() -> None:
+    both = bench_rl_quality.Measured(bench_rl_quality.choose(arguments(), quick=False), Store("rl-quality"))
+    titles = [str(table.title) for table in bench_rl_quality.tables(both)]
+    assert [title.split(":")[0].split(".")[0] for title in titles] == ["Tuned on", "Held out"]
+    assert "evaluated once for each proposed change of defaults" in titles[1]
 
 
 def test_an_interruption_ends_the_programs_of_every_thread() -> None:

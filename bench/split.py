@@ -56,7 +56,7 @@ TUNED = {
     "Boxing": Row(zoo.BOXING, 200_000, sampled=True, documented=Mean(1.9, 0.4)),  # steps of four frames each
     "Taxi-v4": Row("Taxi-v4", 200_000),
     "CliffWalking-v1": Row(zoo.CLIFF, 100_000),
-    "MiniGrid-Empty-Random-6x6-v0": Row(zoo.EMPTY_ROOM, 100_000, digits=2),
+    "MiniGrid-Empty-Random-6x6-v0": Row(zoo.EMPTY_ROOM, 100_000, sampled=True, digits=2),
     "Ant-v5": Row("Ant-v5", 500_000),
     "HalfCheetah-v5-sac": Row("HalfCheetah-v5", 300_000, algorithm="sac"),
 }
@@ -67,7 +67,7 @@ HELD_OUT = {
     "Hopper-v5": Row("Hopper-v5", 1_000_000, random=18.1),
     "Swimmer-v5": Row("Swimmer-v5", 500_000, random=0.0),
     "Reacher-v5": Row("Reacher-v5", 200_000, random=-43.2),
-    "MiniGrid-DoorKey-5x5-v0": Row(zoo.DOOR_KEY, 100_000, random=0.0376, digits=2),
+    "MiniGrid-DoorKey-5x5-v0": Row(zoo.DOOR_KEY, 100_000, sampled=True, random=0.0376, digits=2),
     "Breakout": Row(zoo.BREAKOUT, 100_000, sampled=True, random=1.25),  # steps of four frames each
     "MountainCar-v0-dqn": Row("MountainCar-v0", 120_000, algorithm="dqn"),
 }

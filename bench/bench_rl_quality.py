@@ -1,8 +1,8 @@
 """How well `rl` learns beside Stable-Baselines3: `make bench-rl-quality`, after `make peers`. Hours in full.
 
 Each trains a policy for as many environment steps, with each seed; the score is the mean return of 20 fresh episodes
-under the last policy, which takes its most probable action; in Boxing, Breakout and MiniGrid it samples, as RL Zoo has it for
-Atari. Stable-Baselines3's hyper-parameters are those that RL Zoo publishes for each environment, Rolecall's its
+under the last policy, which takes its most probable action; in Boxing, Breakout and MiniGrid it samples, as RL Zoo has
+it for these. Stable-Baselines3's hyper-parameters are those that RL Zoo publishes for each environment, Rolecall's its
 defaults. Rolecall's side needs `pip install -e '.[box2d,mujoco,atari]' minigrid`. With BENCH_JSON=FILE each score is
 kept as it comes, and a rerun measures what is missing; SB3's scores of docs/rl.md are in peers/sb3_returns.json, to be
 copied for that. No figure of speed comes of it: --parallel trains several policies side by side.

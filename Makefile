@@ -5,7 +5,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# containers: the build of torch (cpu, cuda), and a package index that has it, if pip's default index does not
+# containers, test-versions: the build of torch (cpu, cuda) or its version; an index that has it, if pip's does not
 TORCH ?= cpu
 TORCH_INDEX ?=
 IMAGE ?= rolecall
@@ -72,8 +72,8 @@ test-slurm: $(READY) ## runs jobs on a Slurm cluster of its own, as root (Debian
 test-hosts: $(READY) ## runs jobs on hosts by ssh: needs root, iproute2 and openssh-server, for namespaces with an sshd each
 	$(BIN)/python -m pytest tests/hosts
 
-test-versions: $(READY) ## runs what depends on torch and Python with several of both (TORCH=nightly or TORCH=2.14.1: that one; PYTHON_VERSION=3.13)
-	$(BIN)/python -m tools.versions --pip-args "$(PIP_ARGS)" \
+test-versions: $(READY) ## runs what depends on torch and Python with several of both (TORCH=nightly or TORCH=2.14.1: that one; PYTHON_VERSION=3.13; TORCH_INDEX=...)
+	$(BIN)/python -m tools.versions --pip-args "$(PIP_ARGS)" --index "$(TORCH_INDEX)" \
 	  $(if $(filter-out cpu cuda,$(TORCH)),--torch "$(TORCH)") $(if $(PYTHON_VERSION),--python "$(PYTHON_VERSION)")
 
 test-engines: ## checks the files for Kubeflow Trainer and SkyPilot against these packages, installed to build/engines/

@@ -1,7 +1,8 @@
 """Runs the tests that depend on torch and on Python with pairs of their versions: `make test-versions`.
 
 Each pair has an environment of its own in build/versions/, with the other packages as constraints.txt pins them.
-`make test-versions TORCH=nightly` runs them with the next torch, `TORCH=2.14.1` with that one, each on this Python.
+`make test-versions TORCH=2.14.1` runs the pairs with that torch, `PYTHON_VERSION=3.13` those with that Python.
+`TORCH=nightly` takes the next torch from TORCH_INDEX; a release is sought there and in pip's default index.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Sequence
@@ -19,14 +21,19 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "versions"
 NIGHTLY = "nightly"
-NIGHTLY_INDEX = "https://download.pytorch.org/whl/nightly/cpu"
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 INSTALL_SECONDS = 3600.0  # gigabytes, where pip finds only builds for CUDA
 TEST_SECONDS = 3600.0
+INSTALLED = """
+from importlib.metadata import version
+import platform
+print("torch", version("torch"), "torchvision", version("torchvision"), "Python", platform.python_version(), flush=True)
+"""
 TESTS = (
     "tests/test_tiny.py",
     "tests/contracts/test_torch.py",
@@ -59,15 +66,18 @@ class Pair:
     def folder(self) -> Path:
         return FOLDER / f"torch-{self.torch}-python-{self.python}"
 
-    def pip_arguments(self) -> list[str]:
-        """What pip installs: torch, and the torchvision that fits it."""
+    def pip_arguments(self, index: str) -> list[str]:
+        """What pip installs, perhaps from `index`: torch, and the torchvision that fits it."""
         if self.torch == NIGHTLY:
-            return ["--pre", "--upgrade", "torch", "torchvision", "--index-url", NIGHTLY_INDEX]
-        return [f"torch=={self.torch}", "torchvision"]
+            if not index:
+                problem = "needs TORCH_INDEX=ADDRESS, a package index with torch's nightly builds"
+                raise CannotRunError(f"TORCH={NIGHTLY}: {problem}")
+            return ["--pre", "--upgrade", "torch", "torchvision", "--index-url", index]
+        return [f"torch=={self.torch}", "torchvision", *(["--extra-index-url", index] if index else [])]
 
 
 # the oldest with the oldest, the newest with the newest, and each version in between once
-PAIRS = (Pair("2.13.0", "3.11"), Pair("2.14.1", "3.12"), Pair("2.15.0", "3.11"), Pair("2.15.0", "3.13"))
+PAIRS = (Pair("2.13.0", "3.11"), Pair("2.14.1", "3.12"), Pair("2.15.0", "3.13"))
 
 
 @dataclass(frozen=True)
@@ -89,14 +99,17 @@ def main() -> int:
     parser.add_argument("--torch", help="only this version of torch, or nightly")
     parser.add_argument("--python", help=f"only this version of Python, such as {HERE}")
     parser.add_argument("--only", nargs="+", default=TESTS, help="these tests instead")
-    parser.add_argument("--pip-args", default="", help="pip's options, such as an index of CPU builds of torch")
+    parser.add_argument("--index", default="", help="a package index with builds of torch, such as those for CPUs")
+    parser.add_argument("--pip-args", default="", help="pip's options")
     arguments = parser.parse_args()
     outcomes = []
     for pair in chosen(arguments.torch, arguments.python):
         print(f"torch {pair.torch}, Python {pair.python}: in {pair.folder.relative_to(ROOT)}", flush=True)
         began = time.monotonic()
         try:
-            passed, said = test(prepare(pair, arguments.pip_args.split()), arguments.only)
+            python = prepare(pair, arguments.index, arguments.pip_args.split())
+            run([python, "-c", INSTALLED])
+            passed, said = test(python, arguments.only)
         except CannotRunError as error:
             passed, said = False, str(error)
         outcomes.append(Outcome(pair, passed, said, time.monotonic() - began))
@@ -120,12 +133,13 @@ def interpreter(version: str) -> Path:
     raise CannotRunError(f"there is no {name}: install it, so that it is on the path")
 
 
-def prepare(pair: Pair, pip_args: list[str]) -> Path:
+def prepare(pair: Pair, index: str, pip_args: list[str]) -> Path:
     """The Python of the pair's environment, which is made unless it is there."""
     python = pair.folder / "bin" / "python"
     ready = pair.folder / ".ready"
     if ready.exists() and pair.torch != NIGHTLY:  # which is another one each day
         return python
+    wanted = pair.pip_arguments(index)
     shutil.rmtree(pair.folder, ignore_errors=True)
     run([interpreter(pair.python), "-m", "venv", pair.folder])
     pip: list[str | Path] = [python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", *pip_args]
@@ -134,7 +148,7 @@ def prepare(pair: Pair, pip_args: list[str]) -> Path:
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = pair.folder / "constraints.txt"
     pinned.write_text("\n".join(line for line in constraints if not of_torch(line)))
-    run([*pip, *pair.pip_arguments()])
+    run([*pip, *wanted])
     run([*pip, "--constraint", pinned, *required])
     # without what it asks for: a nightly build is outside of the range of torch
     run([*pip, "--no-deps", "--editable", ROOT])
@@ -159,24 +173,31 @@ def run(command: list[str | Path]) -> None:
 def test(python: Path, tests: Sequence[str]) -> tuple[bool, str]:
     """Whether the tests passed, and their last line."""
     command = [str(python), "-m", "pytest", "-n", "2", "--dist", "worksteal", *tests]
+    began = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
+    late = threading.Timer(TEST_SECONDS, process.kill)
+    late.start()
     last = "no test has run"
     try:
         for line in process.stdout:
             sys.stdout.write(line)
             sys.stdout.flush()
             last = line.strip() or last
-        return process.wait(TEST_SECONDS) == 0, last
+        passed = process.wait(TEST_SECONDS) == 0
     finally:
+        late.cancel()
         process.kill()
+    if time.monotonic() - began >= TEST_SECONDS:
+        return False, f"took longer than {TEST_SECONDS:.0f} s"
+    return passed, last
 
 
 def show(outcomes: list[Outcome]) -> None:
     table = Table("torch", "Python", "result", "seconds")
     for one in outcomes:
         color = "green" if one.passed else "red"
-        table.add_row(one.pair.torch, one.pair.python, f"[{color}]{one.said}", f"{one.seconds:.0f}")
+        table.add_row(one.pair.torch, one.pair.python, Text(one.said, color), f"{one.seconds:.0f}")
     Console().print(table)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -69,6 +70,19 @@ def test_the_range_of_torch_ends_where_this_was_tested() -> None:
     assert "2.9.9" not in required.specifier  # see pyproject.toml
     installed = Version(torch.__version__)
     assert installed.is_devrelease or installed.base_version in required.specifier
+
+
+def test_the_package_the_readme_and_the_workflow_name_the_versions_that_are_tested() -> None:
+    pythons = sorted({pair.python for pair in versions.PAIRS}, key=Version)
+    torches = sorted({pair.torch.rpartition(".")[0] for pair in versions.PAIRS}, key=Version)
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    assert [one.rpartition(" ")[2] for one in classifiers if "Python :: 3" in one] == pythons
+    said = f"Python {pythons[0]} to {pythons[-1]} and torch {torches[0]} to {torches[-1]}"
+    assert said in (ROOT / "README.md").read_text()
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    assert {*pythons} <= {*jobs["test"]["strategy"]["matrix"]["python"]}
+    run = {versions.Pair(**each) for each in jobs["versions"]["strategy"]["matrix"]["include"]}
+    assert run == {*versions.PAIRS[1:]}  # the first is what `make test` has
 
 
 def test_optimizers_and_ddp_do_not_import_the_compiler_and_compute_the_same(program: str) -> None:

@@ -17,7 +17,7 @@ from rolecall.rank import pipe_messages as messages
 from rolecall.rank import worker_process
 from rolecall.rank.worker_process import WorkerProcess
 
-DEADLINE = 30.0
+DEADLINE = 60.0  # the fork server imports torch first
 LOADS = Task("rl", Settings(job="rl"), "observer", 1)
 
 

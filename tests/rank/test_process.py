@@ -320,6 +320,18 @@ def test_a_fork_server_that_does_not_answer_is_replaced(monkeypatch: pytest.Monk
     assert status.error == "cannot fork: the fork server did not answer for 0.2 s"
 
 
+@pytest.mark.filterwarnings("ignore:resource_tracker. process died unexpectedly")
+def test_a_fork_server_that_was_ended_is_replaced() -> None:
+    """Also if it has not exited yet."""
+    preload = [fork_server.ADOPTING]
+    fork_server.ensure_running(preload)
+    first = fork_server.server_pid()
+    fork_server.end()
+    fork_server.ensure_running(preload)
+    assert fork_server.server_pid() != first
+    fork_server.end()
+
+
 def test_a_fork_server_that_was_killed_is_no_fault_of_its_worker(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

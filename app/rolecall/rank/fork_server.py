@@ -236,13 +236,15 @@ def clear(ended: int) -> None:
 
 def end() -> None:
     """Kills the fork server and all processes below it. Its own exit takes half a second, for which readers of this
-    process's output would wait."""
+    process's output would wait; the next start waits for it."""
+    global _imported
     if server := server_pid():
         descendants.kill(server)
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.pid not in spared:
                 child.kill()
+    _imported = []  # until it has exited, it appears to run
 
 
 async def within(waiting: asyncio.Future[Any], seconds: float) -> bool:

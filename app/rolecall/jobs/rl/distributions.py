@@ -275,7 +275,8 @@ class EpsilonGreedy(Distribution):
     def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
         """Of the two cases."""
         likely = (actions == self.best(parameters)).to(parameters.dtype)
-        return torch.log(self.epsilon / self.size + (1 - self.epsilon) * likely)
+        probabilities: Tensor = self.epsilon / self.size + (1 - self.epsilon) * likely
+        return probabilities.log()
 
     def entropy(self, parameters: Tensor) -> Tensor:
         """The same for all action values."""

@@ -53,13 +53,13 @@ class Dqn(OffPolicyLearner):
         nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
         self.optimizer.step()
         follow(self.target, policy)
-        epsilon = self.actions.epsilon
-        return torch.stack((torch.zeros_like(loss), loss.detach(), self.actions.entropy(values[:1])[0], epsilon))
+        return torch.stack((torch.zeros_like(loss), loss.detach(), self._entropy, self.actions.epsilon))
 
     def _explore(self) -> None:
         start = self.choices.learning_starts
         share = (self.samples - start) / max(1, EPSILON_DECAY * start)
         self.actions.epsilon.fill_(1 - (1 - FINAL_EPSILON) * min(1.0, max(0.0, share)))
+        self._entropy = self.actions.entropy(torch.zeros(1, self.actions.size, device=self.device))[0]
 
     def state_dict(self) -> dict[str, Any]:
         """See `OffPolicyLearner.state_dict`."""

@@ -120,7 +120,7 @@ def build(settings: RlSettings, spaces: Spaces, choices: Choices | None = None) 
             actions = _off_policy(settings, spaces)
             if settings.policy:
                 return _users(settings, spaces, actions, None, normalizer)
-            body, features = networks.encoder(spaces, choices.hidden_size, nn.ReLU)
+            body, features = networks.encoder(spaces, choices.hidden_size, networks.relu)
             policy: nn.Module = nn.Sequential(body, networks.Output(features, actions.size, False))
             return ActorCritic(policy, None, actions, normalizer)
         if settings.policy:

@@ -96,6 +96,11 @@ def tutorial(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(Rows(), nn.Linear(inputs, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, outputs))
 
 
+def relu() -> nn.Module:
+    """A ReLU that needs no memory of its own."""
+    return nn.ReLU(inplace=True)
+
+
 def perceptron(inputs: int, hidden: int, layers: int, activation: Activation = nn.Tanh) -> nn.Sequential:
     """`layers` hidden layers: [m, ...] to features [m, hidden]."""
     parts: list[nn.Module] = [Rows()]
@@ -261,7 +266,7 @@ class Critics(nn.Module):
         features += math.prod(spaces.action_shape)
         self.values = nn.ModuleList(
             nn.Sequential(
-                perceptron(features, hidden, 2, nn.ReLU),
+                perceptron(features, hidden, 2, relu),
                 initialised(nn.Linear(hidden, 1), 1.0),
             )
             for _ in range(2)

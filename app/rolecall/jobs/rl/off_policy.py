@@ -91,6 +91,7 @@ class OffPolicyLearner:
         self._owed += new * self.choices.updates_per_step
         count = int(self._owed)
         self._owed -= count
+        flush_denormals()
         sums = torch.zeros(4, device=self.device)
         for batch in self._batches(count):
             sums += self._step(batch)
@@ -151,6 +152,11 @@ class OffPolicyLearner:
         self.version, self.samples, self._owed = state["version"], state["samples"], state["owed"]
         self._draws.set_state(state["draws"])
         self.replay.load_state_dict(state["replay"])
+
+
+def flush_denormals() -> None:
+    """Rounds denormal numbers to 0 in this thread: matrix products with them take a tenth more time."""
+    torch.set_flush_denormal(True)
 
 
 def first(out: Any) -> Tensor:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor as Pool
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +20,17 @@ from rolecall.jobs.rl.defaults import OffPolicy
 from rolecall.jobs.rl.distributions import Squashed
 from rolecall.jobs.rl.model import ActorCritic
 from rolecall.jobs.rl.networks import Critics
-from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, follow, set_gradients
+from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, flush_denormals, follow, set_gradients
 from rolecall.jobs.rl.replay import Batch
 from rolecall.jobs.rl.spaces import Spaces
 
+R = TypeVar("R")
+
 
 class Sac(OffPolicyLearner):
-    """See the file's docstring. With several threads, one computes the gradients of the critics and another those of
-    the policy. So both are gradients at the same parameters, and one optimizer step changes all.
+    """See the file's docstring. All gradients are at the same parameters, and one optimizer step changes all, so two
+    threads can compute them: one the returns and the policy's gradients, the other the critics'. The policy learns from
+    half of a batch, which balances the threads.
     """
 
     def __init__(
@@ -50,45 +55,49 @@ class Sac(OffPolicyLearner):
         self.optimizer = torch.optim.Adam(
             [*self._policy, *self._critic, self.log_coefficient], lr=choices.lr, fused=True
         )
-        self._pool = ThreadPoolExecutor(1) if threads > 1 else None
+        self._pool = Pool(1, initializer=flush_denormals) if threads > 1 else None
 
     def _step(self, batch: Batch) -> Tensor:
         coefficient = self.log_coefficient.detach().exp()
         # drawn here, because threads would draw in any order
         shape = (2, len(batch.actions), self.dimensions)
         ours, theirs = torch.randn(shape, generator=self._draws).to(self.device)
-        if self._pool is None:
-            policy = self._policy_gradients(batch, ours, coefficient)
-            critic = self._critic_gradients(batch, theirs, coefficient)
-        else:
-            under_way = self._pool.submit(self._policy_gradients, batch, ours, coefficient)
-            critic = self._critic_gradients(batch, theirs, coefficient)
-            policy = under_way.result()
-        (policy_gradients, policy_loss, entropy), (critic_gradients, value_loss) = policy, critic
-        set_gradients(self._policy, policy_gradients)
-        set_gradients(self._critic, critic_gradients)
+        half = -(-len(ours) // 2)
+        under_way = self._run(self._returns, batch, theirs, coefficient)
+        policy = self._run(self._policy_gradients, batch.observations[:half], ours[:half], coefficient)
+        values = self.critics(batch.observations, batch.actions)
+        value_loss = 0.5 * (values - under_way.result()).square().mean(1).sum()
+        set_gradients(self._critic, torch.autograd.grad(value_loss, self._critic))
+        gradients, policy_loss, entropy = policy.result()
+        set_gradients(self._policy, gradients)
         self.log_coefficient.grad = entropy + self.dimensions  # the target is an entropy of -k nats
         self.optimizer.step()
         follow(self.target, self.critics)
-        return torch.stack((policy_loss, value_loss, entropy, coefficient))
+        return torch.stack((policy_loss, value_loss.detach(), entropy, coefficient))
+
+    def _run(self, function: Callable[..., R], *args: Any) -> Future[R]:
+        """Calls the function, in the other thread if there is one, after what was called there before."""
+        if self._pool is not None:
+            return self._pool.submit(function, *args)
+        done = Future[R]()
+        done.set_result(function(*args))
+        return done
+
+    @torch.no_grad()
+    def _returns(self, batch: Batch, normal: Tensor, coefficient: Tensor) -> Tensor:
+        """What the critics are to predict [m]."""
+        actions, densities = self.actions.draw_with(first(self.model.policy(batch.following)), normal)
+        values = self.target(batch.following, actions).amin(0) - coefficient * densities
+        return batch.rewards + batch.discounts * values
 
     def _policy_gradients(
-        self, batch: Batch, normal: Tensor, coefficient: Tensor
+        self, observations: Tensor, normal: Tensor, coefficient: Tensor
     ) -> tuple[tuple[Tensor | None, ...], Tensor, Tensor]:
         """The gradients of the policy's loss, the loss, and the policy's entropy."""
-        actions, densities = self.actions.draw_with(first(self.model.policy(batch.observations)), normal)
-        values = self.critics(batch.observations, actions).amin(0)
-        loss = (coefficient * densities - values).mean()
-        return torch.autograd.grad(loss, self._policy, allow_unused=True), loss.detach(), -densities.detach().mean()
-
-    def _critic_gradients(self, batch: Batch, normal: Tensor, coefficient: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The gradients of the critics' loss, and the loss."""
-        with torch.no_grad():
-            actions, densities = self.actions.draw_with(first(self.model.policy(batch.following)), normal)
-            values = self.target(batch.following, actions).amin(0) - coefficient * densities
-            returns = batch.rewards + batch.discounts * values
-        loss = 0.5 * (self.critics(batch.observations, batch.actions) - returns).square().mean(1).sum()
-        return torch.autograd.grad(loss, self._critic), loss.detach()
+        actions, densities = self.actions.draw_with(first(self.model.policy(observations)), normal)
+        loss = (coefficient * densities - self.critics(observations, actions).amin(0)).mean()
+        gradients = torch.autograd.grad(loss, self._policy, allow_unused=True)
+        return gradients, loss.detach(), -densities.detach().mean()
 
     def _explore(self) -> None:
         self.actions.uniform.fill_(self.samples < self.choices.learning_starts)

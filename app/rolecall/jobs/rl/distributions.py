@@ -275,14 +275,15 @@ class EpsilonGreedy(Distribution):
     def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
         """Of the two cases."""
         likely = (actions == self.best(parameters)).to(parameters.dtype)
-        probabilities: Tensor = self.epsilon / self.size + (1 - self.epsilon) * likely
-        return probabilities.log()
+        chance = self.epsilon / self.size
+        return torch.log(chance + (1 - self.epsilon) * likely)
 
     def entropy(self, parameters: Tensor) -> Tensor:
         """The same for all action values."""
         others = self.epsilon / self.size
         probabilities = torch.stack([1 - (self.size - 1) * others, *[others] * (self.size - 1)])
-        return torch.special.entr(probabilities).sum().expand(parameters.shape[:-1])
+        entropy: Tensor = torch.special.entr(probabilities).sum()
+        return entropy.expand(parameters.shape[:-1])
 
 
 def _log_slope(before: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rolecall import Context, Sharded
+from rolecall import Context, Sharded, Share
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.defaults import OffPolicy
 from rolecall.jobs.rl.messages import PolicyState, Trajectory
@@ -124,12 +124,14 @@ class OffPolicyLearner:
         raise NotImplementedError
 
     def policy_state(self) -> PolicyState:
-        """The policy that acts next, on the CPU. The tensors may be those of the model."""
-        return self.model.policy_state()
+        """A copy of the policy that acts next, on the CPU."""
+        return {name: value.clone() for name, value in self.model.policy_state().items()}
 
     def shares(self, context: Context[RlSettings]) -> dict[str, Sharded]:
-        """See `learners.Learner`."""
-        return {}
+        """The replay buffer."""
+        share = Share(context, "replay", self.replay.rows, self.replay.prepare)
+        self.replay.before = share.before
+        return {share.name: Sharded(context, share.name, context.me.role)}
 
     def state_dict(self) -> dict[str, Any]:
         """The state from which training continues exactly, with the rows of the replay buffer."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rolecall import Rows, UsageError
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
 from rolecall.jobs.rl.spaces import Spaces
 
@@ -116,6 +117,21 @@ class Replay:
             discounts[going] *= gamma * (ends[going] != Done.TERMINATED)
             following[going] = (at + 1) % self.capacity
         return Batch(self.observations[rows], self.actions[rows], rewards, self.observations[following], discounts)
+
+    def rows(self) -> dict[str, Rows]:
+        """The rows that are used, as a `Share` takes them."""
+        return {name: Rows((column[: self.size],), self.size) for name, column in self.columns.items()}
+
+    def prepare(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Rows]:
+        """The rows to fill from a checkpoint with columns of these `shapes`. Raises UsageError if they do not fit."""
+        for name, (count, *shape) in shapes.items():
+            if count > self.capacity or (count, *shape) != (count, *self.columns[name].shape[1:]):
+                raise UsageError(
+                    f"the checkpoint's replay buffer has {name} {(count, *shape)}, this one has room for "
+                    f"{tuple(self.columns[name].shape)}; set the REPLAY_SIZE and ENV_ID that the job was trained with, "
+                    "or another CHECKPOINT_DIR"
+                )
+        return {name: Rows((self.columns[name][:count],), count) for name, (count, *_) in shapes.items()}
 
     def state_dict(self) -> dict[str, int]:
         """The state beside the columns."""

@@ -88,7 +88,8 @@ class Sac(OffPolicyLearner):
         """What the critics are to predict [m]."""
         actions, densities = self.actions.draw_with(first(self.model.policy(batch.following)), normal)
         values = self.target(batch.following, actions).amin(0) - coefficient * densities
-        return batch.rewards + batch.discounts * values
+        returns: Tensor = batch.rewards + batch.discounts * values
+        return returns
 
     def _policy_gradients(
         self, observations: Tensor, normal: Tensor, coefficient: Tensor

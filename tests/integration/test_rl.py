@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from rolecall.checkpoint import checkpoint
+from rolecall.jobs.rl import JOB
 from tests.integration.cluster import Cluster, until
 
 MakeCluster = Callable[..., Cluster]
@@ -133,6 +135,9 @@ def test_the_replay_buffer_survives_kills(cluster: MakeCluster) -> None:
         ("observations", "actions", "rewards", "ends"), 1000
     )
     assert newest.state["learner"]["samples"] == newest.state["samples"]
+    shutil.rmtree(job.checkpoints / "shards")
+    without = checkpoint.read(newest.path, "rl").whole(JOB.training_only)  # as for `rolecall eval`
+    assert without.state["learner"]["version"] == newest.state["learner"]["version"]
 
 
 def _newest(job: Cluster) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
+from rolecall import UsageError
 from rolecall.jobs.rl.messages import Done, Trajectory
 from rolecall.jobs.rl.replay import Batch, Replay
 from tests.jobs.rl_parts import random_trajectory, spaces_of
@@ -136,3 +137,8 @@ def test_without_a_step_there_is_nothing_to_sample() -> None:
     replay.add(trajectory)
     assert replay.size
     assert not replay.has_steps
+
+
+def test_a_buffer_larger_than_the_memory_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^REPLAY_SIZE=1000000000000: .* takes 33000\.0 GB, .* lower REPLAY_SIZE$"):
+        Replay(10**12, spaces_of(VECTOR, Box(-1, 1, (3,), np.float32)))

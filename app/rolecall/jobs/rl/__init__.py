@@ -174,5 +174,6 @@ JOB = Job(
         "exploration",
         "replay_size",
     ),
+    training_only=("replay",),
     layout=2,
 )

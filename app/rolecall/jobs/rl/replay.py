@@ -5,10 +5,12 @@ Shapes: r are the rows of the buffer, m samples, ... an observation's own shape,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -36,12 +38,21 @@ class Replay:
     """The newest `capacity` rows. Those of an environment's rollout are adjacent: a row for each step and a last one
     for the observation after it, so that no observation is stored twice, and a step's successor is the next row.
 
-    `before(begin, end)` is called before the rows `begin` to `end` change.
+    `before(begin, end)` is called before the rows `begin` to `end` change. Raises UsageError if the buffer does not fit
+    in the machine's memory.
     """
 
     def __init__(self, capacity: int, spaces: Spaces) -> None:
         space = spaces.observation
         image = space.dtype == np.uint8
+        row = math.prod(space.shape) * (1 if image else 4) + 5
+        row += math.prod(spaces.action_shape) * np.dtype(spaces.action_dtype).itemsize
+        free = psutil.virtual_memory().available
+        if capacity * row > free:
+            raise UsageError(
+                f"REPLAY_SIZE={capacity}: the replay buffer takes {capacity * row / 1e9:.1f} GB, and "
+                f"{free / 1e9:.1f} GB of this rank's machine are free; lower REPLAY_SIZE"
+            )
         # memory of zeros is taken as it is written
         self.observations = torch.zeros((capacity, *space.shape), dtype=torch.uint8 if image else torch.float32)
         actions = torch.from_numpy(np.zeros(0, spaces.action_dtype)).dtype
@@ -60,11 +71,6 @@ class Replay:
             "rewards": self.rewards,
             "ends": self.ends,
         }
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the full buffer."""
-        return sum(column.nbytes for column in self.columns.values())
 
     @property
     def has_steps(self) -> bool:

@@ -154,12 +154,12 @@ SMALL = {
 
 
 def test_sac() -> None:
-    returns = train(800, env_id="Learns-Follow-v0", algorithm="sac", **SMALL)
+    returns = train(800, env_id="Learns-Follow-v0", algorithm="sac", updates_per_step=0.5, **SMALL)
     assert np.mean(returns[:12]) < -4
-    assert np.mean(returns[-12:]) > -2
+    assert np.mean(returns[-12:]) > -3.5
 
 
 def test_dqn() -> None:
-    returns = train(1_600, env_id="Learns-Choose-v0", algorithm="dqn", inference="agent", **SMALL)
+    returns = train(1_200, env_id="Learns-Choose-v0", algorithm="dqn", updates_per_step=0.4, **SMALL)
     assert np.mean(returns[:12]) < -4.5
     assert np.mean(returns[-12:]) > -2.8

@@ -17,11 +17,11 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch import Tensor, distributions, nn
 
 from rolecall import UsageError
-from rolecall.jobs.rl import RlSettings, learners, model
+from rolecall.jobs.rl import RlSettings, dqn, learners, model, sac
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.dqn import FINAL_EPSILON, Dqn
 from rolecall.jobs.rl.networks import Normalizer
-from rolecall.jobs.rl.off_policy import TARGET_RATE, OffPolicyLearner
+from rolecall.jobs.rl.off_policy import OffPolicyLearner
 from rolecall.jobs.rl.replay import Batch
 from rolecall.jobs.rl.sac import Sac
 from rolecall.jobs.rl.spaces import Space
@@ -137,7 +137,7 @@ def test_steps_of_sac(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
             optimizer.step()
         with torch.no_grad():
             for slow, fast in zip(target.parameters(), critics.parameters(), strict=True):
-                slow += TARGET_RATE * (fast - slow)
+                slow += sac.TARGET_RATE * (fast - slow)
         losses.append(
             [float(policy_loss.detach()), float(critic_loss.detach()), -float(likely.detach().mean()), coefficient]
         )
@@ -171,7 +171,7 @@ def test_steps_of_dqn(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.step()
         with torch.no_grad():
             for slow, fast in zip(target.parameters(), policy.parameters(), strict=True):
-                slow += TARGET_RATE * (fast - slow)
+                slow += dqn.TARGET_RATE * (fast - slow)
         losses.append(float(loss.detach()))
     for mine, plain in ((learner.model.policy, policy), (learner.target, target)):
         for one, other in zip(mine.parameters(), plain.parameters(), strict=True):

@@ -69,7 +69,7 @@ PPO = OnPolicy(
     exploration="gaussian",
     hidden_size=64,
 )
-# those of SAC; short rollouts, whose steps are learned from soon
+# those of SAC: Haarnoja et al. 2018, with short rollouts, whose steps are soon learned from
 SAC = OffPolicy(
     num_envs=4,
     rollout_steps=8,
@@ -84,6 +84,7 @@ SAC = OffPolicy(
     batch_size=256,
     n_step=1,
 )
+# a small memory forgets the first, random episodes
 DQN = replace(SAC, normalize=True, lr=6e-4, batch_size=128, replay_size=100_000, n_step=3)
 DEFAULTS: dict[Kind, OnPolicy | OffPolicy] = {
     # the tutorial's values
@@ -117,7 +118,7 @@ DEFAULTS: dict[Kind, OnPolicy | OffPolicy] = {
         hidden_size=512,
     ),
     "sac": SAC,
-    "sac pixels": replace(SAC, replay_size=100_000, normalize=False),
+    "sac pixels": replace(SAC, replay_size=100_000),
     "dqn": DQN,
     # Mnih et al. 2015, with a smaller memory
     "dqn pixels": replace(

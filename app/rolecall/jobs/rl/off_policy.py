@@ -19,7 +19,6 @@ from rolecall.jobs.rl.model import ActorCritic, to_tensor
 from rolecall.jobs.rl.replay import Batch, Replay
 from rolecall.jobs.rl.spaces import Spaces
 
-TARGET_RATE = 0.005  # share of a target's distance to its network that an optimizer step removes
 BLOCK_BYTES = 2**25  # of the samples that are drawn at once
 
 
@@ -168,9 +167,9 @@ def first(out: Any) -> Tensor:
 
 
 @torch.no_grad()
-def follow(target: nn.Module, network: nn.Module) -> None:
-    """Moves the target network towards its network."""
-    torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), TARGET_RATE)
+def follow(target: nn.Module, network: nn.Module, rate: float) -> None:
+    """Moves the target network towards its network, by the share `rate` of the distance."""
+    torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), rate)
 
 
 def set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:

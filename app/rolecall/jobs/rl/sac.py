@@ -24,6 +24,7 @@ from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, flush_denormals
 from rolecall.jobs.rl.replay import Batch
 from rolecall.jobs.rl.spaces import Spaces
 
+TARGET_RATE = 0.005  # of the target critics, at each optimizer step (Haarnoja et al. 2018)
 R = TypeVar("R")
 
 
@@ -72,7 +73,7 @@ class Sac(OffPolicyLearner):
         set_gradients(self._policy, gradients)
         self.log_coefficient.grad = entropy + self.dimensions  # the target is an entropy of -k nats
         self.optimizer.step()
-        follow(self.target, self.critics)
+        follow(self.target, self.critics, TARGET_RATE)
         return torch.stack((policy_loss, value_loss.detach(), entropy, coefficient))
 
     def _run(self, function: Callable[..., R], *args: Any) -> Future[R]:

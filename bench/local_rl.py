@@ -16,10 +16,10 @@ import torch
 from rolecall import config
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.actor import Actor, Memory, Recorder
-from rolecall.jobs.rl.defaults import choose
-from rolecall.jobs.rl.learner import Learner
+from rolecall.jobs.rl.defaults import OnPolicy, choose
 from rolecall.jobs.rl.messages import Done, Trajectory
 from rolecall.jobs.rl.model import build
+from rolecall.jobs.rl.ppo import Ppo
 from rolecall.jobs.rl.stepping import Envs
 
 CPU = torch.device("cpu")
@@ -66,8 +66,9 @@ def _learning(num_envs: int, groups: int, steps: int, seconds: float) -> float:
     settings = config.load(RlSettings)
     envs = [Envs(settings, num_envs, settings.seed + number) for number in range(groups)]
     choices = choose(settings, envs[0].spaces)
+    assert isinstance(choices, OnPolicy)
     model = build(settings, envs[0].spaces, choices)
-    learner = Learner(model, settings, choices, CPU, len(os.sched_getaffinity(0)))
+    learner = Ppo(model, settings, choices, CPU, len(os.sched_getaffinity(0)))
     actor = Actor(learner.model, CPU)
     memories = [actor.remember(num_envs) for _ in envs]
     started, samples = time.perf_counter(), 0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rolecall.__main__ import main
 from rolecall.declare import registry
-from rolecall.jobs.rl.defaults import DEFAULTS, Choices
+from rolecall.jobs.rl.defaults import DEFAULTS
 from rolecall.observe.doctor.command import TOPICS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,12 +115,12 @@ def checks() -> str:
 def choices() -> str:
     """A table of the defaults that depend on the spaces."""
     rows = [f"| setting | {' | '.join(DEFAULTS)} |", "| --- " * (len(DEFAULTS) + 1) + "|"]
-    for field in fields(Choices):
-        values = (getattr(column, field.name) for column in DEFAULTS.values())
+    for name in dict.fromkeys(field.name for column in DEFAULTS.values() for field in fields(column)):
+        values = (getattr(column, name, "") for column in DEFAULTS.values())
         shown = (
             "grows" if value is None else f"{value:d}" if isinstance(value, int) else str(value) for value in values
         )
-        rows.append(f"| {field.name.upper()} | {' | '.join(shown)} |")
+        rows.append(f"| {name.upper()} | {' | '.join(shown)} |")
     return "\n".join(rows) + "\n"
 
 

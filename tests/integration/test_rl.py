@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rolecall.checkpoint import checkpoint
+from rolecall.jobs.rl import JOB
 from tests.integration.cluster import Cluster, until
 
 MakeCluster = Callable[..., Cluster]
@@ -97,6 +100,50 @@ def test_statistics_survive_the_agent(cluster: MakeCluster) -> None:
     second = _statistics(job)
     assert second["count"] > first["count"] > 0
     assert second["samples"] - second["count"] == first["samples"] - first["count"] == 0
+
+
+def test_the_replay_buffer_survives_kills(cluster: MakeCluster) -> None:
+    """An observer's, and the agent's, which continues with the rows of its newest checkpoint."""
+    job = cluster(
+        ALGORITHM="dqn",
+        EPOCHS="",
+        MINIBATCHES="",
+        ROLLOUT_STEPS="4",
+        LEARNING_STARTS="40",
+        REPLAY_SIZE="1000",
+        BATCH_SIZE="8",
+        HIDDEN_SIZE="8",
+        SOLVED_BY="never",
+        CHECKPOINT_INTERVAL="0.2",
+    ).start()
+    job.trains()
+    job.observer(0).kill_worker()
+    until(lambda: job.members() == 2, "the observer to be back")
+    until(lambda: job.agent.metric("value", name="replay_rows") == 1000, "a full buffer")
+    until(lambda: (found := _newest(job)) is not None and found["replay"]["size"] == 1000, "it in a checkpoint")
+    generation = job.agent.metric("generation")
+    job.agent.kill_worker()
+    until(lambda: job.agent.metric("generation") > generation, "the next generation")
+    job.trains()
+    assert job.agent.metric("value", name="replay_rows") == 1000
+    for rank in job.ranks.values():
+        rank.terminate()
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
+    newest = checkpoint.Checkpoints(job.checkpoints, "rl").newest()
+    assert newest is not None
+    assert {name: len(column) for name, column in newest.state["replay"].items()} == dict.fromkeys(
+        ("observations", "actions", "rewards", "ends"), 1000
+    )
+    assert newest.state["learner"]["samples"] == newest.state["samples"]
+    shutil.rmtree(job.checkpoints / "shards")
+    without = checkpoint.read(newest.path, "rl").whole(JOB.training_only)  # as for `rolecall eval`
+    assert without.state["learner"]["version"] == newest.state["learner"]["version"]
+
+
+def _newest(job: Cluster) -> dict[str, Any] | None:
+    """The learner's state in the newest checkpoint."""
+    newest = checkpoint.Checkpoints(job.checkpoints, "rl").newest()
+    return None if newest is None else newest.state["learner"]
 
 
 def _statistics(job: Cluster) -> dict[str, float]:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from rolecall import Context
 from rolecall.jobs import rl
-from rolecall.jobs.rl import RlSettings, batching, messages, model
+from rolecall.jobs.rl import RlSettings, batching, learners, messages, model
 from rolecall.jobs.rl.actor import Actor, Recorder
 from rolecall.jobs.rl.batching import Batcher
-from rolecall.jobs.rl.defaults import choose
-from rolecall.jobs.rl.learner import Learner
+from rolecall.jobs.rl.defaults import OnPolicy, choose
 from rolecall.jobs.rl.messages import Array, Done, Episode, PolicyState, Trajectory, pack
+from rolecall.jobs.rl.ppo import Ppo
 from rolecall.jobs.rl.roles import Observer
 from rolecall.jobs.rl.spaces import Space, Spaces, read
 from rolecall.jobs.rl.stepping import Envs
@@ -62,19 +62,20 @@ def settings_of(**given: Any) -> RlSettings:
     return RlSettings(**{**PLAIN, **given})
 
 
-def make(observation: Space = VECTOR, action: Space = TWO, threads: int = 1, **changed: Any) -> Learner:
+def make(observation: Space = VECTOR, action: Space = TWO, threads: int = 1, **changed: Any) -> Ppo:
     settings, spaces = settings_of(**changed), spaces_of(observation, action)
     choices = choose(settings, spaces)
-    return Learner(model.build(settings, spaces, choices), settings, choices, CPU, threads)
+    assert isinstance(choices, OnPolicy)
+    return Ppo(model.build(settings, spaces, choices), settings, choices, CPU, threads)
 
 
-def with_sgd(learner: Learner) -> Learner:
+def with_sgd(learner: Ppo) -> Ppo:
     """Parameters then move in proportion to the gradient; Adam's first steps go by its sign alone."""
     learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=learner.choices.lr)  # type: ignore[assignment]
     return learner
 
 
-def weights(of: Learner) -> list[Tensor]:
+def weights(of: Ppo) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in of.model.parameters()]
 
 
@@ -82,7 +83,7 @@ def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def assert_close(one: Learner, other: Learner) -> None:
+def assert_close(one: Ppo, other: Ppo) -> None:
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
@@ -243,7 +244,7 @@ class Ranks:
         self.settings = self.context.settings
         self.observer = Observer(self.context)
         self.spaces, self.choices = self.observer.spaces, self.observer.choices
-        self.learner = Learner(model.build(self.settings, self.spaces, self.choices), self.settings, self.choices, CPU)
+        self.learner = learners.make(self.settings, self.spaces, self.choices, CPU)
         self.samples = 0
         self.actor = Actor(model.build(self.settings, self.spaces, self.choices), CPU)
         observation = self.spaces.observation

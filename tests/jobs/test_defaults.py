@@ -11,13 +11,13 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from pydantic import TypeAdapter
 
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.defaults import DEFAULTS, Choices, Kind, choose, kind
+from rolecall.jobs.rl.defaults import DEFAULTS, Kind, choose, kind
 from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import spaces_of
 
 VECTOR, PICTURE = Box(-1, 1, (3,), np.float32), Box(0, 255, (84, 84, 3), np.uint8)
 CONTROLS, LEVER = Box(-1, 1, (2,), np.float32), Box(-1, 1, (1,), np.float32)
-NAMES = [field.name for field in fields(Choices)]
+NAMES = {row: [field.name for field in fields(choices)] for row, choices in DEFAULTS.items()}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,10 @@ NAMES = [field.name for field in fields(Choices)]
         (Dict({"camera": PICTURE, "speed": VECTOR}), CONTROLS, "ppo", "pixels"),
         (VECTOR, Discrete(2), "reinforce", "reinforce"),
         (PICTURE, CONTROLS, "reinforce", "reinforce"),
+        (VECTOR, CONTROLS, "sac", "sac"),
+        (PICTURE, LEVER, "sac", "sac pixels"),
+        (VECTOR, Discrete(2), "dqn", "dqn"),
+        (PICTURE, Discrete(2), "dqn", "dqn pixels"),
     ],
 )
 def test_the_row_goes_by_the_kind_of_spaces(observation: Space, action: Space, algorithm: Any, expected: Kind) -> None:
@@ -44,6 +48,8 @@ def test_the_row_goes_by_the_kind_of_spaces(observation: Space, action: Space, a
 GIVEN: dict[str, Any] = {
     "num_envs": 3,
     "rollout_steps": 5,
+    "pipeline": True,
+    "max_iterations": 11,
     "epochs": 7,
     "minibatches": 9,
     "lr": 0.123,
@@ -55,15 +61,19 @@ GIVEN: dict[str, Any] = {
     "normalize": False,
     "exploration": "sde",
     "hidden_size": 17,
+    "replay_size": 19,
+    "learning_starts": 0,
+    "updates_per_step": 0.5,
+    "batch_size": 21,
+    "n_step": 23,
 }
 
 
-@pytest.mark.parametrize("row", DEFAULTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("row", "name"), [(row, name) for row, names in NAMES.items() for name in names])
 def test_given_values_win_even_if_they_are_zero(row: Kind, name: str) -> None:
-    observation = PICTURE if row == "pixels" else VECTOR
-    action = {"continuous": CONTROLS, "scalar": LEVER}.get(row, Discrete(2))
-    algorithm = "reinforce" if row == "reinforce" else "ppo"
+    observation = PICTURE if "pixels" in row else VECTOR
+    algorithm: Any = next((each for each in ("reinforce", "sac", "dqn") if row.startswith(each)), "ppo")
+    action = CONTROLS if algorithm == "sac" else {"continuous": CONTROLS, "scalar": LEVER}.get(row, Discrete(2))
     spaces = spaces_of(observation, action)
     default = asdict(DEFAULTS[row])
     other = not default[name] if isinstance(default[name], bool) else GIVEN[name]
@@ -75,7 +85,7 @@ def test_given_values_win_even_if_they_are_zero(row: Kind, name: str) -> None:
 def test_every_choice_is_a_setting_without_a_default_and_the_other_way_round() -> None:
     unset = {name for name, field in RlSettings.model_fields.items() if field.default is None}
     chosen = {name for name in unset if "by the spaces" in (RlSettings.model_fields[name].description or "")}
-    assert chosen == set(NAMES) == set(GIVEN)
+    assert chosen == {name for names in NAMES.values() for name in names} == set(GIVEN)
 
 
 @pytest.mark.parametrize("row", DEFAULTS)

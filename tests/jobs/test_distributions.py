@@ -16,8 +16,10 @@ from rolecall.jobs.rl.distributions import (
     Bernoulli,
     Categorical,
     Distribution,
+    EpsilonGreedy,
     Gaussian,
     MultiCategorical,
+    Squashed,
     StateDependent,
     distribution,
 )
@@ -221,3 +223,66 @@ class TestStateDependent:
 def test_what_is_no_action_space_is_refused() -> None:
     with pytest.raises(ValueError, match="no distribution over Dict"):
         distribution(Dict({"a": Discrete(2)}))
+
+
+# ---- of sac and dqn
+
+
+def squashed(parameters: Tensor) -> Any:
+    mean, log_std = parameters.double().chunk(2, -1)
+    normal = distributions.Normal(mean, log_std.exp())
+    return distributions.Independent(
+        distributions.TransformedDistribution(normal, [distributions.TanhTransform(cache_size=1)]), 1
+    )
+
+
+def test_a_squashed_gaussian_is_torchs() -> None:
+    torch.manual_seed(1)
+    built, parameters, normal = Squashed(3), torch.randn(500, 6) / 2, torch.randn(500, 3)
+    built.uniform.fill_(False)
+    actions, densities = built.draw_with(parameters, normal)
+    mean, log_std = parameters.chunk(2, -1)
+    torch.testing.assert_close(actions, (mean + log_std.exp() * normal).tanh())
+    kept = (actions.abs() < 0.999).all(-1)
+    assert kept.sum() > 200
+    expected = squashed(parameters).log_prob(actions.double()).float()
+    torch.testing.assert_close(densities[kept], expected[kept], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(built.log_probability(parameters, actions)[kept], densities[kept], rtol=1e-2, atol=1e-2)
+    assert built.entropy(parameters).mean() == pytest.approx(float(-densities.mean()), abs=0.2)
+    torch.testing.assert_close(built.best(parameters), mean.tanh())
+
+
+def test_densities_of_extreme_actions_are_finite() -> None:
+    built, parameters = Squashed(1), torch.tensor([[50.0, 5.0], [-50.0, -50.0]], requires_grad=True)
+    actions, densities = built.draw_with(parameters, torch.tensor([[3.0], [-3.0]]))
+    assert actions.abs().max() <= 1
+    (gradient,) = torch.autograd.grad(densities.sum(), parameters)
+    assert densities.isfinite().all()
+    assert gradient.isfinite().all()
+    built.uniform.fill_(False)
+    assert built.log_probability(parameters, actions).isfinite().all()
+
+
+def test_a_uniform_squashed_gaussian_ignores_the_network() -> None:
+    torch.manual_seed(1)
+    built, parameters = Squashed(2), torch.full((4000, 4), 3.0)
+    actions = built.sample(parameters)
+    assert abs(float(actions.mean())) < 0.05
+    assert float(actions.std()) == pytest.approx(2 / 12**0.5, rel=0.05)
+    torch.testing.assert_close(built.log_probability(parameters, actions), torch.full((4000,), -2 * math.log(2)))
+    torch.testing.assert_close(built.entropy(parameters), torch.full((4000,), 2 * math.log(2)))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
+def test_epsilon_greedy_actions(epsilon: float) -> None:
+    torch.manual_seed(1)
+    built, parameters = EpsilonGreedy(4), torch.tensor([0.1, 3.0, -2.0, 2.9]).expand(8000, -1)
+    built.epsilon.fill_(epsilon)
+    probabilities = torch.full((4,), epsilon / 4)
+    probabilities[1] += 1 - epsilon
+    counts = torch.bincount(built.sample(parameters), minlength=4) / 8000
+    torch.testing.assert_close(counts, probabilities, atol=0.03, rtol=0)
+    torch.testing.assert_close(built.log_probability(parameters[:4], torch.arange(4)), probabilities.log())
+    expected = distributions.Categorical(probs=probabilities).entropy().expand(8000)
+    torch.testing.assert_close(built.entropy(parameters), expected, atol=1e-5, rtol=0)
+    assert (built.best(parameters) == 1).all()

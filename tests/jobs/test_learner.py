@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from rolecall.jobs.rl import messages
 from rolecall.jobs.rl.actor import Actor
-from rolecall.jobs.rl.defaults import choose
+from rolecall.jobs.rl.defaults import OnPolicy, choose
 from rolecall.jobs.rl.distributions import Categorical
-from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import Done, Trajectory
 from rolecall.jobs.rl.model import ActorCritic
 from rolecall.jobs.rl.networks import perceptron
+from rolecall.jobs.rl.ppo import Ppo
 from rolecall.jobs.rl.stepping import Envs
 from tests.jobs.rl_parts import (
     CPU,
@@ -48,9 +48,11 @@ def _short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "SEQUENCE_STEPS", 4)
 
 
-def of_policy(policy: nn.Module, baseline: nn.Module | None, **given: Any) -> Learner:
+def of_policy(policy: nn.Module, baseline: nn.Module | None, **given: Any) -> Ppo:
     settings = settings_of(**given)
-    return Learner(ActorCritic(policy, baseline, Categorical(2)), settings, choose(settings, spaces_of()), CPU)
+    choices = choose(settings, spaces_of())
+    assert isinstance(choices, OnPolicy)
+    return Ppo(ActorCritic(policy, baseline, Categorical(2)), settings, choices, CPU)
 
 
 # ---- one update
@@ -74,8 +76,8 @@ def test_chunks_add_up_to_the_whole(
     trajectories = [random_trajectory(seed, state=whole.model.state_size) for seed in (1, 2)]
     before = weights(whole)
     expected = [whole.update(trajectories) for _ in range(2)]
-    monkeypatch.setattr("rolecall.jobs.rl.learner.CHUNK_SAMPLES", chunk)
-    monkeypatch.setattr("rolecall.jobs.rl.learner.MIN_CHUNK_VALUES", 1)
+    monkeypatch.setattr("rolecall.jobs.rl.ppo.CHUNK_SAMPLES", chunk)
+    monkeypatch.setattr("rolecall.jobs.rl.ppo.MIN_CHUNK_VALUES", 1)
     updates = [chunked.update(trajectories) for _ in range(2)]
     assert_close(whole, chunked)
     assert not any(map(torch.equal, before, weights(chunked)))
@@ -267,7 +269,7 @@ def test_both_ways_of_inference_make_the_same_update(env_id: str, given: dict[st
 # ---- going on from a saved state
 
 
-def saved(learner: Learner) -> dict[str, Any]:
+def saved(learner: Ppo) -> dict[str, Any]:
     buffer = io.BytesIO()
     torch.save(learner.state_dict(), buffer)
     buffer.seek(0)

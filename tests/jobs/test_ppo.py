@@ -14,12 +14,11 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch import Tensor, distributions, nn
 
-from rolecall.jobs.rl import learner as rl_learner
-from rolecall.jobs.rl import messages
+from rolecall.jobs.rl import messages, ppo
 from rolecall.jobs.rl.defaults import discount
 from rolecall.jobs.rl.distributions import StateDependent
-from rolecall.jobs.rl.learner import Learner, Update
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
+from rolecall.jobs.rl.ppo import Ppo, Update
 from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import TWO, changed, make, random_trajectory, same, spaces_of, weights, with_sgd
 
@@ -40,7 +39,7 @@ def _short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 class Reference:
     """The update by the papers: sample by sample, with torch's own distributions. `seen` are all observations."""
 
-    def __init__(self, of: Learner, spaces_action: Space) -> None:
+    def __init__(self, of: Ppo, spaces_action: Space) -> None:
         self.model, self.choices, self.action = copy.deepcopy(of.model), of.choices, spaces_action
         self.length = messages.SEQUENCE_STEPS
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=of.choices.lr)
@@ -148,12 +147,12 @@ class Reference:
     def adapts(self, kl: float) -> bool:
         """The learning rate of the next pass (Schulman et al. 2017). Whether there is none."""
         target, (group,) = self.choices.target_kl, self.optimizer.param_groups
-        if kl > rl_learner.KL_TOLERANCE_FACTOR * target:
-            group["lr"] /= rl_learner.LR_CHANGE_FACTOR
-        elif kl < target / rl_learner.KL_TOLERANCE_FACTOR:
-            group["lr"] *= rl_learner.LR_CHANGE_FACTOR
-        group["lr"] = min(group["lr"], max(rl_learner.MAX_LR, self.choices.lr))
-        return kl > rl_learner.KL_STOP_FACTOR * target
+        if kl > ppo.KL_TOLERANCE_FACTOR * target:
+            group["lr"] /= ppo.LR_CHANGE_FACTOR
+        elif kl < target / ppo.KL_TOLERANCE_FACTOR:
+            group["lr"] *= ppo.LR_CHANGE_FACTOR
+        group["lr"] = min(group["lr"], max(ppo.MAX_LR, self.choices.lr))
+        return kl > ppo.KL_STOP_FACTOR * target
 
     def step(
         self,
@@ -189,8 +188,8 @@ class Reference:
             losses.append(torch.stack((policy_loss, value_loss, entropy, ratio - 1 - difference, beyond)))
         mean = torch.stack(losses).mean(0)
         self.optimizer.zero_grad()
-        (mean[0] + rl_learner.VALUE_COEF * mean[1] - self.choices.entropy_coef * mean[2]).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), rl_learner.MAX_GRAD_NORM)
+        (mean[0] + ppo.VALUE_COEF * mean[1] - self.choices.entropy_coef * mean[2]).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), ppo.MAX_GRAD_NORM)
         self.optimizer.step()
         out: Array = mean.detach().numpy().astype(float)
         return out
@@ -207,7 +206,7 @@ class Reference:
                 layer.bias.copy_((layer.bias * deviation + mean - self.mean) / self.deviation)
 
 
-def assert_same_updates(learner: Learner, action: Space, count: int = 2, steps: int = 12) -> list[Update]:
+def assert_same_updates(learner: Ppo, action: Space, count: int = 2, steps: int = 12) -> list[Update]:
     """Several updates in a row: the running mean and deviation of the returns count from the second on."""
     with_sgd(learner)
     reference, updates = Reference(learner, action), []
@@ -231,7 +230,7 @@ def assert_same_updates(learner: Learner, action: Space, count: int = 2, steps: 
     return updates
 
 
-def with_likely_actions(learner: Learner, trajectory: Trajectory, seed: int) -> Trajectory:
+def with_likely_actions(learner: Ppo, trajectory: Trajectory, seed: int) -> Trajectory:
     """The same with actions of the policy as it is."""
     torch.manual_seed(seed)
     model, rows = learner.model, torch.from_numpy(trajectory.observations[:-1])
@@ -295,7 +294,7 @@ def one_sided(steps: int = 64, count: int = 16) -> Trajectory:
     )
 
 
-def probability(learner: Learner) -> float:
+def probability(learner: Ppo) -> float:
     """Of action 1."""
     return float(torch.softmax(learner.model(torch.ones(1, 4))[0], -1)[0, 1].detach())
 
@@ -313,7 +312,7 @@ def test_a_target_ends_the_passes_early() -> None:
     assert_same_updates(make(target_kl=0.02, epochs=6, lr=1.0), TWO)
 
 
-def acted(learner: Learner, seed: int, noise: float) -> Trajectory:
+def acted(learner: Ppo, seed: int, noise: float) -> Trajectory:
     """What `learner` may have done, with random actions, where rewards are 1000 but for `noise`."""
     trajectory, random = random_trajectory(seed, 50, 8), np.random.default_rng(seed)
     rows = torch.from_numpy(trajectory.observations[:-1]).flatten(0, 1)
@@ -327,7 +326,7 @@ def acted(learner: Learner, seed: int, noise: float) -> Trajectory:
 def test_policy_stays_if_all_returns_are_alike() -> None:
     """Their differences are normalised, however small: it would wander away from the best one."""
 
-    def wanders(noise: float) -> tuple[float, Learner]:
+    def wanders(noise: float) -> tuple[float, Ppo]:
         learner = make(lr=1e-3, target_kl=0.01, epochs=10, gamma=0.0)
         learner.update([acted(learner, 100, 6.0)])  # there is something to learn
         before = copy.deepcopy(learner.model)
@@ -396,7 +395,7 @@ def test_an_older_policy_that_acted_is_no_divergence() -> None:
 def test_the_adaptive_rate_changes_after_each_pass() -> None:
     learner = make(lr=1e-4, target_kl=100.0, epochs=3)
     learner.update([random_trajectory(1)])
-    assert learner.rate == pytest.approx(1e-4 * rl_learner.LR_CHANGE_FACTOR**3)
+    assert learner.rate == pytest.approx(1e-4 * ppo.LR_CHANGE_FACTOR**3)
 
 
 def test_the_most_of_the_adaptive_rate_falls() -> None:
@@ -404,13 +403,13 @@ def test_the_most_of_the_adaptive_rate_falls() -> None:
     learner = make(lr=1e-4, target_kl=100.0, epochs=20)
     for progress, left in ((0.0, 1.0), (0.5, 1.0), (0.75, 0.5), (0.95, 0.1), (1.0, 0.0), (0.75, 0.5)):
         learner.update([random_trajectory(1)], progress)  # at last as if MAX_STEPS had been raised
-        assert learner.rate == pytest.approx(left * rl_learner.MAX_LR)
+        assert learner.rate == pytest.approx(left * ppo.MAX_LR)
 
 
 # ---- values
 
 
-def scale_of(learner: Learner) -> float:
+def scale_of(learner: Ppo) -> float:
     """The deviation of returns by which values are normalised."""
     state = learner.state_dict()
     return math.sqrt(max(state["square"] - state["mean"] ** 2, 1e-6))

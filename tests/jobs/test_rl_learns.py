@@ -67,7 +67,40 @@ class Beside(Side):
         return (float(action[0] == self.right) + float(action[1] == self.switch)) / 2
 
 
-for kind in (Told, Beside):
+class Follow(gymnasium.Env[Any, Any]):
+    """An action costs its distance to the number that is shown. Eight steps an episode, which is then truncated."""
+
+    observation_space = Box(-1.0, 1.0, (1,), np.float32)
+    action_space: Any = Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.step_number = 0
+        return self._show(), {}
+
+    def _show(self) -> Any:
+        self.shown = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+        return self.shown
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.step_number += 1
+        reward = -self._distance(action)
+        return self._show(), reward, False, self.step_number == 8, {}
+
+    def _distance(self, action: Any) -> float:
+        return abs(float(action[0] - self.shown[0]))
+
+
+class Choose(Follow):
+    """The same with one of three numbers."""
+
+    action_space = Discrete(3)
+
+    def _distance(self, action: Any) -> float:
+        return abs(float(action - 1 - self.shown[0]))
+
+
+for kind in (Told, Beside, Follow, Choose):
     gymnasium.register(f"Learns-{kind.__name__}-v0", kind)
 
 
@@ -108,3 +141,25 @@ def test_pictures_beside_numbers() -> None:
     returns = train(2_500, env_id="Learns-Beside-v0", hidden_size=32, rollout_steps=32, lr=1e-3)
     assert np.mean(returns[:50]) < 2.8
     assert np.mean(returns[-50:]) > 3.0
+
+
+SMALL = {
+    "hidden_size": 32,
+    "batch_size": 64,
+    "learning_starts": 100,
+    "lr": 0.003,
+    "gamma": 0.5,
+    "replay_size": 5000,
+}
+
+
+def test_sac() -> None:
+    returns = train(800, env_id="Learns-Follow-v0", algorithm="sac", updates_per_step=0.5, **SMALL)
+    assert np.mean(returns[:12]) < -4
+    assert np.mean(returns[-12:]) > -3.5
+
+
+def test_dqn() -> None:
+    returns = train(1_200, env_id="Learns-Choose-v0", algorithm="dqn", updates_per_step=0.4, **SMALL)
+    assert np.mean(returns[:12]) < -4.5
+    assert np.mean(returns[-12:]) > -2.8

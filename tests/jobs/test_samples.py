@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rolecall.jobs.rl import messages
 from rolecall.jobs.rl.actor import Actor, Recorder
-from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import Done, Trajectory
 from rolecall.jobs.rl.networks import Output
+from rolecall.jobs.rl.ppo import Ppo
 from rolecall.jobs.rl.samples import Samples, join, lambda_returns, sequences_of, steps_of
 from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import (
@@ -180,9 +180,7 @@ ACTIONS: list[tuple[Space, dict[str, Any]]] = [
 ]
 
 
-def record(
-    where: str, learner: Learner, action: Space = TWO, rollouts: int = 3, steps: int = 10
-) -> list[list[Trajectory]]:
+def record(where: str, learner: Ppo, action: Space = TWO, rollouts: int = 3, steps: int = 10) -> list[list[Trajectory]]:
     """Two groups, of three environments and of four; at the agent they go through the policy together."""
     groups = [Shown(seed, rollouts * steps, 2 + seed) for seed in (1, 2)]
     actor = Actor(copy.deepcopy(learner.model), CPU)

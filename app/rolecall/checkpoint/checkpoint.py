@@ -17,7 +17,7 @@ import json
 import math
 import stat
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -64,9 +64,9 @@ class Snapshot:
         """The settings that the checkpoint depends on, as JSON's types."""
         return self.about.get("settings", {})  # type: ignore[no-any-return]
 
-    def whole(self) -> Snapshot:
-        """With the values that ranks hold shares of, read and put together, in `state`: for one who has the memory.
-        Raises CheckpointError if a shard is missing or torn.
+    def whole(self, without: Collection[str] = ()) -> Snapshot:
+        """With the values that ranks hold shares of, read and put together, in `state`, but not `without`: for one that
+        the memory. Raises CheckpointError if a shard is missing or torn.
         """
         from rolecall.checkpoint import (  # torch: not in a supervisor, which imports this module's names
             shardfile,
@@ -78,6 +78,7 @@ class Snapshot:
             values = {
                 name: {**self._unshared(name), **shardfiles.whole(directory, files)}
                 for name, files in self.shards.items()
+                if name not in without
             }
         except shardfile.ShardError as error:
             raise CheckpointError(f"{self.path.name}: {error}") from error

@@ -93,6 +93,9 @@ class Job:
     on resume, and are restored for these functions. `layout` counts the forms that the state has had: raise it with a
     change after which earlier checkpoints cannot be used, and they are refused.
 
+    `training_only` names the sharded values of the state that these functions do not use, and that are not read for
+    them, such as a replay buffer.
+
     Keyword-only parameters of `evaluate` and `complete` are options of `rolecall eval JOB`: see docs/job.md.
 
     `score` labels the curve that `Context.log` draws, of which lower is better if `lower` is set; `unit` is what
@@ -112,6 +115,7 @@ class Job:
     lower: bool = False
     metrics: Sequence[Metric] = ()
     pinned: Sequence[str] = ()
+    training_only: Sequence[str] = ()
     rpc: bool = True
     torch_rpc: bool | Callable[[Any], bool] = False
     layout: int = 1

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def load(job: Job, name: str, arguments: argparse.Namespace, advice: str) -> Sav
     given = {each: getattr(arguments, each) for each in flags(job) if each in arguments}
     settings = config.load(job.settings, job=arguments.job, **given)
     telemetry.setup_logging(settings.log_format, settings.log_level, stream=sys.stderr)
-    snapshot = _read(arguments.checkpoint, name)
+    snapshot = _read(arguments.checkpoint, name, job.training_only)
     snapshot.require_layout(job.layout, advice)
     taken = _taken(job, settings, snapshot)
     try:
@@ -143,11 +143,17 @@ def _taken(job: Job, settings: Settings, snapshot: Snapshot) -> dict[str, Any]:
     return taken
 
 
-def _read(path: Path, name: str) -> Snapshot:
+def _read(path: Path, name: str, without: Collection[str]) -> Snapshot:
+    def whole(snapshot: Snapshot) -> Snapshot:
+        return snapshot.whole(without)
+
     if not path.exists():
         raise UsageError(f"--checkpoint {path}: no such file or directory")
     try:
-        snapshot = checkpoint.Checkpoints(path, name).newest() if path.is_dir() else checkpoint.read(path, name).whole()
+        if path.is_dir():
+            snapshot = checkpoint.Checkpoints(path, name).newest(whole)
+        else:
+            snapshot = whole(checkpoint.read(path, name))
     except checkpoint.CheckpointError as error:
         raise UsageError(str(error)) from error
     if snapshot is None:

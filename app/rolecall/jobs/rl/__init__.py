@@ -17,8 +17,10 @@ from rolecall.jobs.rl.metrics import METRICS
 class RlSettings(Settings):
     """The settings of `rl`. The default of a setting that is None depends on the spaces: see `defaults`."""
 
-    algorithm: Literal["ppo", "reinforce"] = Field(
-        "ppo", description="ppo, or reinforce: the tutorial's policy gradient with whole returns"
+    algorithm: Literal["ppo", "reinforce", "sac", "dqn"] = Field(
+        "ppo",
+        description="ppo; reinforce: the tutorial's policy gradient with whole returns; from a replay buffer, sac for "
+        "Box actions and dqn for Discrete ones",
     )
     solved_by: Literal["episodes", "running", "never"] = Field(
         "episodes",
@@ -45,8 +47,9 @@ class RlSettings(Settings):
     inference: Literal["agent", "observer"] = Field(
         "agent", description="rank that computes actions: the agent, in batches, or each observer"
     )
-    pipeline: bool = Field(
-        False, description="observers step while the agent learns: the acting policy is one version old"
+    pipeline: bool | None = Field(
+        None,
+        description="observers step while the agent learns: the acting policy is one version old; empty: by the spaces",
     )
     rollout_steps: int | None = Field(
         None,
@@ -56,7 +59,12 @@ class RlSettings(Settings):
         "an episode ends); empty: by the spaces",
     )
     rollout_timeout: Seconds = Field(120.0, description="deadline of one observer's rollout")
-    max_iterations: int = Field(1000, ge=1, le=100_000_000, description="iterations after which the job ends unsolved")
+    max_iterations: int | None = Field(
+        None,
+        ge=1,
+        le=100_000_000,
+        description="iterations after which the job ends unsolved; empty: by the spaces",
+    )
     max_steps: int = Field(
         0, ge=0, description="environment steps after which the job ends unsolved; 0: MAX_ITERATIONS alone"
     )
@@ -88,6 +96,34 @@ class RlSettings(Settings):
     entropy_coef: float | None = Field(
         None, ge=0, le=10, description="weight of the entropy bonus in the loss; empty: by the spaces"
     )
+    replay_size: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000_000,
+        description="steps in the replay buffer (sac, dqn); empty: by the spaces",
+    )
+    learning_starts: int | None = Field(
+        None,
+        ge=0,
+        description="steps with random actions before the first update (sac, dqn); with dqn the share of random "
+        "actions falls from 1 to 0.05 in the next ten times as many; empty: by the spaces",
+    )
+    updates_per_step: float | None = Field(
+        None, gt=0, le=1000, description="optimizer steps for each environment step (sac, dqn); empty: by the spaces"
+    )
+    batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        description="samples of an optimizer step (sac, dqn); empty: by the spaces",
+    )
+    n_step: int | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description="rewards in a return before the critic's estimate, within a rollout (sac, dqn); empty: by the "
+        "spaces",
+    )
     normalize: bool | None = Field(
         None, description="normalise observations by running statistics of all observers; empty: by the spaces"
     )
@@ -110,7 +146,7 @@ class RlSettings(Settings):
 
 PRELOAD = ("rolecall.jobs.rl.roles",)
 JOB = Job(
-    summary="policy gradient: an agent learns, observers step gymnasium environments",
+    summary="reinforcement learning: an agent learns, observers step gymnasium environments",
     settings=RlSettings,
     roles=(
         Role("agent", "rolecall.jobs.rl.roles:Agent", preload=PRELOAD),
@@ -129,6 +165,17 @@ JOB = Job(
     metrics=METRICS,
     score="return",
     unit="steps",
-    pinned=("algorithm", "env_id", "wrappers", "policy", "memory", "hidden_size", "normalize", "exploration"),
+    pinned=(
+        "algorithm",
+        "env_id",
+        "wrappers",
+        "policy",
+        "memory",
+        "hidden_size",
+        "normalize",
+        "exploration",
+        "replay_size",
+    ),
+    training_only=("replay",),
     layout=2,
 )

@@ -9,40 +9,60 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.spaces import Spaces
 
-Kind = Literal["reinforce", "discrete", "scalar", "continuous", "pixels"]
+Kind = Literal["reinforce", "discrete", "scalar", "continuous", "pixels", "sac", "sac pixels", "dqn", "dqn pixels"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Choices:
-    """A value for each setting of the same name."""
+    """A value for each setting of the same name; those of all algorithms."""
 
     num_envs: int
     rollout_steps: int
+    pipeline: bool = False
+    max_iterations: int = 1000
+    lr: float
+    gamma: float | None = None  # None: by progress and the longest episode, see `discount`
+    normalize: bool
+    hidden_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicy(Choices):
+    """Those of ALGORITHM=ppo and reinforce."""
+
     epochs: int
     minibatches: int
-    lr: float
-    gamma: float | None  # None: by progress and the longest episode, see `discount`
     gae_lambda: float
     clip_ratio: float
     target_kl: float
     entropy_coef: float
-    normalize: bool
     exploration: Literal["gaussian", "sde"]
-    hidden_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicy(Choices):
+    """Those of ALGORITHM=sac and dqn."""
+
+    gamma: float = 0.99
+    replay_size: int
+    learning_starts: int
+    updates_per_step: float
+    batch_size: int
+    n_step: int
 
 
 FIRST_HORIZON, MIN_HORIZON, MAX_HORIZON = 100.0, 50.0, 1000.0  # steps, of the discount by progress
 # common values of PPO
-PPO = Choices(
+PPO = OnPolicy(
     num_envs=16,
     rollout_steps=64,
     epochs=10,
     minibatches=8,
     lr=1e-3,
-    gamma=None,
     gae_lambda=0.95,
     clip_ratio=0.2,
     target_kl=0.01,
@@ -51,7 +71,24 @@ PPO = Choices(
     exploration="gaussian",
     hidden_size=64,
 )
-DEFAULTS: dict[Kind, Choices] = {
+# those of SAC: Haarnoja et al. 2018, with short rollouts, whose steps are soon learned from
+SAC = OffPolicy(
+    num_envs=4,
+    rollout_steps=8,
+    pipeline=True,
+    max_iterations=100_000,
+    lr=3e-4,
+    normalize=False,
+    hidden_size=256,
+    replay_size=1_000_000,
+    learning_starts=1000,
+    updates_per_step=1.0,
+    batch_size=256,
+    n_step=1,
+)
+# a small memory forgets the first, random episodes
+DQN = replace(SAC, normalize=True, lr=6e-4, batch_size=128, replay_size=100_000, n_step=3)
+DEFAULTS: dict[Kind, OnPolicy | OffPolicy] = {
     # the tutorial's values
     "reinforce": replace(
         PPO,
@@ -85,13 +122,31 @@ DEFAULTS: dict[Kind, Choices] = {
         normalize=False,
         hidden_size=512,
     ),
+    "sac": SAC,
+    "sac pixels": replace(SAC, replay_size=100_000),
+    "dqn": DQN,
+    # Mnih et al. 2015, with a smaller memory
+    "dqn pixels": replace(
+        DQN,
+        lr=1e-4,
+        normalize=False,
+        hidden_size=512,
+        learning_starts=20_000,
+        updates_per_step=0.25,
+        batch_size=32,
+    ),
 }
 
 
 def kind(settings: RlSettings, spaces: Spaces) -> Kind:
     """The key of DEFAULTS."""
-    if settings.algorithm == "reinforce":
-        return "reinforce"
+    match settings.algorithm:
+        case "reinforce":
+            return "reinforce"
+        case "sac":
+            return "sac pixels" if spaces.pixels else "sac"
+        case "dqn":
+            return "dqn pixels" if spaces.pixels else "dqn"
     if spaces.pixels:
         return "pixels"
     if not spaces.continuous:
@@ -110,8 +165,14 @@ def discount(progress: float, longest: int) -> float:
     return 1 - 1 / float(first ** (1 - progress) * last**progress)
 
 
-def choose(settings: RlSettings, spaces: Spaces) -> Choices:
-    """The values of the given settings, and defaults for the others."""
-    given = {field.name: getattr(settings, field.name) for field in fields(Choices)}
-    given = {name: value for name, value in given.items() if value is not None}
-    return replace(DEFAULTS[kind(settings, spaces)], **given)
+def choose(settings: RlSettings, spaces: Spaces) -> OnPolicy | OffPolicy:
+    """The values of the given settings, and defaults for the others. Raises UsageError for a given setting of other
+    algorithms.
+    """
+    row = DEFAULTS[kind(settings, spaces)]
+    names = [field.name for kind in (OnPolicy, OffPolicy) for field in fields(kind)]
+    given = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+    for name, value in given.items():
+        if not hasattr(row, name):
+            raise UsageError(f"{name.upper()}={value}: ALGORITHM={settings.algorithm} does not use it; leave it out")
+    return replace(row, **given)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 INITIAL_LOG_STD = (0.0, -1.0)
 INITIAL_SDE_LOG_STD = (-0.5, -3.0)  # of each feature: with 64 in (-1, 1), deviations of about 2.4 and 0.2
 MIN_VARIANCE = 1e-6
+LOG_STD_BOUNDS = (-20.0, 2.0)  # of SAC: Haarnoja et al. 2018
+MAX_SQUASHED = 1 - 1e-6  # of an action whose Gaussian is computed
 
 
 class Distribution(nn.Module):
@@ -199,13 +201,104 @@ class StateDependent(Distribution):
         return mean, 0.5 * (variance + MIN_VARIANCE).log()
 
 
+class Squashed(Distribution):
+    """The tanh of a diagonal Gaussian [k], within [-1, 1] (SAC; Haarnoja et al. 2018). The network computes the means
+    and the logarithms of the deviations. While it is `uniform`, samples do not depend on the network.
+    """
+
+    uniform: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = 2 * size
+        self.register_buffer("uniform", torch.ones((), dtype=torch.bool))
+
+    def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
+        """The tanh of the mean plus noise."""
+        mean, log_std = self._moments(parameters)
+        if self.uniform:
+            return torch.rand_like(mean) * 2 - 1
+        return (mean + log_std.exp() * torch.randn_like(mean)).tanh()
+
+    def best(self, parameters: Tensor) -> Tensor:
+        """The tanh of the mean."""
+        return self._moments(parameters)[0].tanh()
+
+    def draw_with(self, parameters: Tensor, normal: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions [m, k] that are differentiable functions of the parameters, and their log densities [m]; `normal`
+        [m, k] is standard normal noise.
+        """
+        mean, log_std = self._moments(parameters)
+        before = mean + log_std.exp() * normal
+        density = -0.5 * normal.square() - log_std - 0.5 * math.log(2 * math.pi) - _log_slope(before)
+        return before.tanh(), density.sum(-1)
+
+    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        """The log density; that of an action whose tanh is rounded to 1 is approximate."""
+        mean, log_std = self._moments(parameters)
+        if self.uniform:
+            return torch.full_like(mean[..., 0], -math.log(2) * mean.shape[-1])
+        before = actions.clamp(-MAX_SQUASHED, MAX_SQUASHED).atanh()
+        return _density(before - mean, log_std) - _log_slope(before).sum(-1)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        """An estimate from one sample: there is no closed form."""
+        if self.uniform:
+            return -self.log_probability(parameters, parameters)
+        return -self.draw_with(parameters, torch.randn_like(self._moments(parameters)[0]))[1]
+
+    def _moments(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = parameters.chunk(2, -1)
+        return mean, log_std.clamp(*LOG_STD_BOUNDS)
+
+
+class EpsilonGreedy(Distribution):
+    """The action with the largest of `size` action values, or, with the probability `epsilon`, any action."""
+
+    epsilon: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.register_buffer("epsilon", torch.ones(()))
+
+    def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
+        """The best action, or, with the probability epsilon, a random one."""
+        best = self.best(parameters)
+        chance = torch.rand(best.shape, device=best.device)
+        return torch.where(chance < self.epsilon, torch.randint_like(best, self.size), best)
+
+    def best(self, parameters: Tensor) -> Tensor:
+        """The action with the largest value."""
+        return parameters.argmax(-1)
+
+    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        """Of the two cases."""
+        likely = (actions == self.best(parameters)).to(parameters.dtype)
+        chance = self.epsilon / self.size
+        return torch.log(chance + (1 - self.epsilon) * likely)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        """The same for all action values."""
+        others = self.epsilon / self.size
+        probabilities = torch.stack([1 - (self.size - 1) * others, *[others] * (self.size - 1)])
+        entropy: Tensor = torch.special.entr(probabilities).sum()
+        return entropy.expand(parameters.shape[:-1])
+
+
+def _log_slope(before: Tensor) -> Tensor:
+    """The logarithm of the derivative of tanh; 1 - tanh² would be rounded to 0."""
+    slope: Tensor = 2 * (math.log(2) - before - nn.functional.softplus(-2 * before))
+    return slope
+
+
 def _density(difference: Tensor, log_std: Tensor) -> Tensor:
     scaled = difference * (-log_std).exp()
     return (-0.5 * scaled.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
 def distribution(space: Any, features: int = 0) -> Distribution:
-    """The distribution over the actions of `space`; with `features`, gSDE's for a Box."""
+    """A policy gradient's distribution over the actions of `space`; with `features`, gSDE's for a Box."""
     match space:
         case Discrete():
             return Categorical(int(space.n))

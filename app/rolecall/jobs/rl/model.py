@@ -6,25 +6,30 @@ state, L the steps of a sequence, b sequences.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.spaces import Box, Discrete
 from torch import Tensor, nn
 
 from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings, envs, networks
-from rolecall.jobs.rl.defaults import Choices, choose
-from rolecall.jobs.rl.distributions import Distribution, distribution
+from rolecall.jobs.rl.defaults import Choices, OnPolicy, choose
+from rolecall.jobs.rl.distributions import Distribution, EpsilonGreedy, Squashed, distribution
 from rolecall.jobs.rl.messages import Array, PolicyState
-from rolecall.jobs.rl.spaces import Spaces
+from rolecall.jobs.rl.spaces import Spaces, is_bounded, shown
 
 BASELINE = "baseline."
 
 
 class ActorCritic(nn.Module):
-    """A policy and its baseline. `baseline` is None if the policy itself returns a value."""
+    """A policy and its baseline. `baseline` is None if the policy itself returns a value, or if the learner has the
+    critics (sac, dqn).
+    """
 
     def __init__(
         self,
@@ -43,14 +48,14 @@ class ActorCritic(nn.Module):
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Parameters [m, p] and normalised values [m] of observations [m, ...]; for a policy without a state."""
-        observations = self._prepared(observations)
+        observations = self.prepared(observations)
         out = self.policy(observations)
         parameters, value = out if self.baseline is None else (out, self.baseline(observations))
         return parameters, value.reshape(-1)
 
     def value(self, observations: Tensor) -> Tensor:
         """Normalised values [m] of observations [m, ...]; for a policy without a state."""
-        observations = self._prepared(observations)
+        observations = self.prepared(observations)
         value = self.policy(observations)[1] if self.baseline is None else self.baseline(observations)
         return value.reshape(-1)  # type: ignore[no-any-return]
 
@@ -66,16 +71,16 @@ class ActorCritic(nn.Module):
     def act(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Parameters [m, p] for observations [m, ...], and the next state [m, S]. Does not use the baseline."""
         if not self.state_size:
-            out = self.policy(self._prepared(observations))
+            out = self.policy(self.prepared(observations))
             return (out if isinstance(out, Tensor) else out[0]), state
-        out = self.policy(self._prepared(observations), state)
+        out = self.policy(self.prepared(observations), state)
         return out[0], out[-1]
 
     def unroll(self, observations: Tensor, state: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Parameters [L, b, p] and normalised values [L, b] of observations [L, b, ...], from state [b, S] on. The
         state is reset to zeros after a step that `ends` [L, b] an episode.
         """
-        observations = self._prepared(observations)
+        observations = self.prepared(observations)
         if isinstance(self.policy, networks.Recurrent):
             parameters, values, _ = self.policy.unroll(observations, state, ends)
             return parameters, values
@@ -88,7 +93,7 @@ class ActorCritic(nn.Module):
             state = state * (~ended)[:, None].to(state.dtype)
         return torch.stack(every), torch.stack(several)
 
-    def _prepared(self, observations: Tensor) -> Tensor:
+    def prepared(self, observations: Tensor) -> Tensor:
         """The observations as float32 and normalised."""
         observations = observations.float()
         return observations if self.normalizer is None else self.normalizer(observations)
@@ -103,19 +108,29 @@ class ActorCritic(nn.Module):
 
 
 def build(settings: RlSettings, spaces: Spaces, choices: Choices | None = None) -> ActorCritic:
-    """The model for these spaces, initialised from SEED. Raises UsageError if POLICY gives none."""
+    """The model for these spaces, initialised from SEED. Raises UsageError if POLICY gives none, and for spaces or
+    settings that ALGORITHM has no model for.
+    """
     choices = choices or choose(settings, spaces)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         normalized = choices.normalize and spaces.numbers
         normalizer = networks.Normalizer(spaces.observation, spaces.parts) if normalized else None
+        if not isinstance(choices, OnPolicy):
+            actions = _off_policy(settings, spaces)
+            if settings.policy:
+                return _users(settings, spaces, actions, None, normalizer)
+            body, features = networks.encoder(spaces, choices.hidden_size, networks.relu)
+            policy: nn.Module = nn.Sequential(body, networks.Output(features, actions.size, False))
+            return ActorCritic(policy, None, actions, normalizer)
         if settings.policy:
-            return _users(settings, spaces, choices, normalizer)
+            baseline = functools.partial(_baseline, spaces, choices, settings)
+            return _users(settings, spaces, distribution(spaces.action), baseline, normalizer)
         plain = settings.memory == "none" and choices.exploration == "gaussian" and not spaces.pixels
         if settings.algorithm == "reinforce" and plain:  # the tutorial's network
             actions = distribution(spaces.action)
             size, hidden = math.prod(spaces.observation.shape), choices.hidden_size
-            policy: nn.Module = networks.tutorial(size, hidden, actions.size)
+            policy = networks.tutorial(size, hidden, actions.size)
             return ActorCritic(policy, _baseline(spaces, choices, settings), actions, normalizer)
         body, features = networks.encoder(spaces, choices.hidden_size)
         seen = features if settings.memory == "none" else choices.hidden_size
@@ -131,6 +146,21 @@ def build(settings: RlSettings, spaces: Spaces, choices: Choices | None = None) 
         return ActorCritic(policy, None, actions, normalizer)
 
 
+def _off_policy(settings: RlSettings, spaces: Spaces) -> Distribution:
+    """The distribution of actions of sac or dqn. Raises UsageError for spaces and settings that they do not learn."""
+    name = f"ALGORITHM={settings.algorithm}"
+    if settings.memory != "none":
+        raise UsageError(f"{name} and MEMORY={settings.memory}: it learns from single steps; leave MEMORY out")
+    space = spaces.action
+    if settings.algorithm == "dqn":
+        if not isinstance(space, Discrete):
+            raise UsageError(f"{name}: learns the values of Discrete actions, and these are {shown(space)}; use ppo")
+        return EpsilonGreedy(int(space.n))
+    if not isinstance(space, Box) or not is_bounded(space).all():
+        raise UsageError(f"{name}: learns actions of a Box with two bounds, and these are {shown(space)}; use ppo")
+    return Squashed(math.prod(space.shape))
+
+
 def _baseline(spaces: Spaces, choices: Choices, settings: RlSettings) -> nn.Module:
     size = math.prod(spaces.observation.shape)
     if settings.algorithm == "reinforce" and not spaces.pixels:
@@ -141,8 +171,14 @@ def _baseline(spaces: Spaces, choices: Choices, settings: RlSettings) -> nn.Modu
 
 
 def _users(
-    settings: RlSettings, spaces: Spaces, choices: Choices, normalizer: networks.Normalizer | None
+    settings: RlSettings,
+    spaces: Spaces,
+    actions: Distribution,
+    baseline: Callable[[], nn.Module] | None,
+    normalizer: networks.Normalizer | None,
 ) -> ActorCritic:
+    """The model of POLICY. Its `baseline` is made if the policy returns no value; None: the algorithm has none, and
+    the policy no state."""
     if settings.memory != "none":
         raise UsageError(
             f"POLICY={settings.policy} and MEMORY={settings.memory}: MEMORY is the default policy's; give yours a "
@@ -153,9 +189,13 @@ def _users(
     policy = settings.build("policy", spaces.observation, spaces.action)
     if not isinstance(policy, nn.Module):
         raise UsageError(f"POLICY={settings.policy}: makes a {type(policy).__name__}, not a torch module")
-    actions, size = distribution(spaces.action), getattr(policy, "state_size", 0)
+    size = getattr(policy, "state_size", 0)
     if not isinstance(size, int) or size < 0:
         raise UsageError(f"POLICY={settings.policy}: its state_size is {size!r}, not a number")
+    if size and baseline is None:
+        raise UsageError(
+            f"POLICY={settings.policy}: has a state, and ALGORITHM={settings.algorithm} learns from steps; use ppo"
+        )
     with UsageError.wrap(f"POLICY={settings.policy}: raised an error"), torch.no_grad():
         observations = torch.zeros(2, *spaces.observation.shape)
         out = policy.eval()(*([observations, torch.zeros(2, size)] if size else [observations]))
@@ -164,7 +204,7 @@ def _users(
             f"POLICY={settings.policy}: {problem}; {spaces.action} needs parameters of shape (n, {actions.size})"
         )
     with_value = not isinstance(out, Tensor) and len(out) == (3 if size else 2)
-    return ActorCritic(policy, None if with_value else _baseline(spaces, choices, settings), actions, normalizer)
+    return ActorCritic(policy, None if with_value or baseline is None else baseline(), actions, normalizer)
 
 
 def _problem(out: Any, parameters: int, state: int) -> str:

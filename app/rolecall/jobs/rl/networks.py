@@ -6,6 +6,7 @@ Shapes: m are observations, ... an observation's own shape, f features, L the st
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from rolecall.jobs.rl.spaces import Part, Spaces, is_bounded
 
+Activation = Callable[[], nn.Module]
 MAX_NORMALIZED = 10.0  # bound of a normalised observation
 MAX_PIXEL = 255.0
 FILTERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride: Mnih et al. 2015
@@ -94,11 +96,16 @@ def tutorial(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(Rows(), nn.Linear(inputs, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, outputs))
 
 
-def perceptron(inputs: int, hidden: int, layers: int) -> nn.Sequential:
+def relu() -> nn.Module:
+    """A ReLU that needs no memory of its own."""
+    return nn.ReLU(inplace=True)
+
+
+def perceptron(inputs: int, hidden: int, layers: int, activation: Activation = nn.Tanh) -> nn.Sequential:
     """`layers` hidden layers: [m, ...] to features [m, hidden]."""
     parts: list[nn.Module] = [Rows()]
     for width in [inputs, *[hidden] * (layers - 1)]:
-        parts += [initialised(nn.Linear(width, hidden), math.sqrt(2)), nn.Tanh()]
+        parts += [initialised(nn.Linear(width, hidden), math.sqrt(2)), activation()]
     return nn.Sequential(*parts)
 
 
@@ -165,14 +172,14 @@ class Mixed(nn.Module):
 MIXED_HIDDEN = 64  # width of the encoder of the parts that are no images
 
 
-def encoder(spaces: Spaces, hidden: int) -> tuple[nn.Module, int]:
-    """The network from observations to features, and the number of features."""
+def encoder(spaces: Spaces, hidden: int, activation: Activation = nn.Tanh) -> tuple[nn.Module, int]:
+    """The network from observations to features, and the number of features. `activation` is that of vectors."""
     if spaces.image:
         return Convolutions(spaces.observation.shape, hidden), hidden
     if spaces.pixels:
         mixed = Mixed(spaces.parts, hidden, MIXED_HIDDEN)
         return mixed, mixed.size
-    return perceptron(math.prod(spaces.observation.shape), hidden, 2), hidden
+    return perceptron(math.prod(spaces.observation.shape), hidden, 2, activation), hidden
 
 
 class Output(nn.Module):
@@ -244,3 +251,28 @@ class Recurrent(Shared):
 
     def _advance(self, features: Tensor, state: Tensor) -> Tensor:
         return torch.cat(self.cell(features, tuple(state.chunk(2, -1))), -1)
+
+
+class Critics(nn.Module):
+    """Two estimates of the value of observations and actions, of which the lower one counts (Fujimoto et al. 2018).
+
+    Their layers are apart: on a CPU, batched products of matrices with few columns take several times as long.
+    """
+
+    def __init__(self, spaces: Spaces, hidden: int) -> None:
+        super().__init__()
+        size = math.prod(spaces.observation.shape)
+        self.body, features = encoder(spaces, hidden) if spaces.pixels else (Rows(), size)
+        features += math.prod(spaces.action_shape)
+        self.values = nn.ModuleList(
+            nn.Sequential(
+                perceptron(features, hidden, 2, relu),
+                initialised(nn.Linear(hidden, 1), 1.0),
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, observations: Tensor, actions: Tensor) -> Tensor:
+        """Values [2, m] of observations [m, ...] and actions [m, k]."""
+        features = torch.cat((self.body(observations), actions), -1)
+        return torch.stack([value(features).squeeze(-1) for value in self.values])

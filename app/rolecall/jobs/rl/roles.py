@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rolecall import Context, Peer, PeerLostError, remote
-from rolecall.jobs.rl import RlSettings, envs, model
+from rolecall.jobs.rl import RlSettings, envs, learners, model
 from rolecall.jobs.rl.actor import Actor, Memory, Recorder
 from rolecall.jobs.rl.batching import Batcher, Group
 from rolecall.jobs.rl.defaults import choose
-from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import Episode, PolicyState, Rollout, Trajectory, pack
 from rolecall.jobs.rl.score import Score
 from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
@@ -40,17 +39,19 @@ class Agent:
     def __init__(self, context: Context[RlSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
         self.env = envs.describe(self.settings)
-        spaces, choices = self.env.spaces, choose(self.settings, self.env.spaces)
-        policy = model.build(self.settings, spaces, choices)
-        self.learner = Learner(policy, self.settings, choices, context.device, context.threads)
+        spaces = self.env.spaces
+        self.choices = choices = choose(self.settings, spaces)
+        self.learner = learners.make(self.settings, spaces, choices, context.device, context.threads)
         self.score = Score(self.env.threshold, self.settings.solved_by, self.env.longest)
         # values that determine the shape of the model; a user's policy has no features for gSDE
         chosen = {
             "hidden_size": choices.hidden_size,
             "normalize": choices.normalize,
-            "exploration": None if self.settings.policy else choices.exploration,
+            "exploration": None if self.settings.policy else getattr(choices, "exploration", None),
+            "replay_size": getattr(choices, "replay_size", None),
         }
-        self.state = context.restore({"learner": self.learner, "score": self.score, "samples": 0}, chosen)
+        state = {"learner": self.learner, "score": self.score, "samples": 0, **self.learner.shares(context)}
+        self.state = context.restore(state, chosen)
         self.actor = Actor(model.build(self.settings, spaces, choices), context.device)
         self.batcher = Batcher(
             self.actor, spaces.observation.shape, spaces.observation.dtype, observe=self._observe_inference
@@ -67,9 +68,10 @@ class Agent:
 
     def run(self) -> dict[str, Any]:
         """Trains until the score reaches the environment's threshold, or for MAX_ITERATIONS or MAX_STEPS."""
-        context, settings, score, state = self.context, self.settings, self.score, self.state
+        context, settings, choices = self.context, self.settings, self.choices
+        score, state = self.score, self.state
         steps = context.steps(
-            settings.max_iterations,
+            choices.max_iterations,
             until=self._ended,
             work=settings.max_steps or None,
             goal=self.env.threshold,
@@ -85,7 +87,7 @@ class Agent:
             if not experience.trajectories:
                 context.redo()  # all observers were lost
                 continue
-            if settings.pipeline:
+            if choices.pipeline:
                 self._request()
             self.metrics.rl_rollout_seconds.observe(timer.seconds)
             ages = [self.learner.version - trajectory.version for trajectory in experience.trajectories]
@@ -98,7 +100,7 @@ class Agent:
             )
             self._known.update(experience.observers)
             gauges: dict[str, Any] = {"rl_update_passes": 0.0} if score.holds else self._learn(experience.trajectories)
-            if settings.pipeline:  # otherwise it is 0
+            if choices.pipeline:  # otherwise it is 0
                 gauges["age"] = sum(ages) / len(ages)
             state["samples"] += sum(trajectory.samples for trajectory in experience.trajectories)
             if settings.algorithm == "reinforce" and not all(experience.episodes):
@@ -120,7 +122,7 @@ class Agent:
         if score.solved:
             message = f"Solved! {score}"
         else:
-            limit = f"MAX_STEPS={settings.max_steps}" if self._ended() else f"MAX_ITERATIONS={settings.max_iterations}"
+            limit = f"MAX_STEPS={settings.max_steps}" if self._ended() else f"MAX_ITERATIONS={choices.max_iterations}"
             bar = "has no reward threshold" if self.env.threshold is None else f"solves at {self.env.threshold:g}"
             message = f"Stopped at {limit}. {score}; {settings.env_id} {bar}"
         return context.finish(
@@ -175,24 +177,17 @@ class Agent:
         with self.context.timer() as timer:
             update = self.learner.update(trajectories, self._progress(), self.score.longest_episode)
         self.metrics.rl_update_seconds.observe(timer.seconds)
+        gauges = update.gauges()
         self.context.require_finite(
-            *update,
+            *gauges.values(),
             hint=f"the update is not finite ({update}); lower LR, or check the rewards of ENV_ID, or your own POLICY",
         )
-        return {
-            "rl_policy_loss": update.policy_loss,
-            "rl_baseline_loss": update.value_loss,
-            "rl_policy_entropy_nats": update.entropy,
-            "rl_kl_nats": update.kl,
-            "rl_clipped_ratio": update.clipped,
-            "rl_explained_variance_ratio": update.explained,
-            "rl_update_passes": update.passes,
-        }
+        return gauges
 
     def _progress(self) -> float:
         settings = self.settings
         by_steps = self.state["samples"] / settings.max_steps if settings.max_steps else 0.0
-        return min(1.0, max(by_steps, self.context.step / settings.max_iterations))
+        return min(1.0, max(by_steps, self.context.step / self.choices.max_iterations))
 
 
 class Observer:

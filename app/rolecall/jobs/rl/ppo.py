@@ -1,4 +1,4 @@
-"""The learner: one for every algorithm, kind of policy and way of inference.
+"""The learner of policy gradients, for every kind of policy and way of inference.
 
 PPO (Schulman et al. 2017) with the advantages of Schulman et al. 2016. The tutorial's policy gradient (Williams 1992)
 is the same with a lambda of 1 and one pass over the samples.
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rolecall import Context, Sharded
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.defaults import Choices, discount
+from rolecall.jobs.rl.defaults import OnPolicy, discount
 from rolecall.jobs.rl.messages import PolicyState, Trajectory
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
 from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
@@ -53,8 +54,20 @@ class Update(NamedTuple):
     explained: float = 0.0
     passes: float = 0.0
 
+    def gauges(self) -> dict[str, float]:
+        """See `learners.Update`."""
+        return {
+            "rl_policy_loss": self.policy_loss,
+            "rl_baseline_loss": self.value_loss,
+            "rl_policy_entropy_nats": self.entropy,
+            "rl_kl_nats": self.kl,
+            "rl_clipped_ratio": self.clipped,
+            "rl_explained_variance_ratio": self.explained,
+            "rl_update_passes": self.passes,
+        }
 
-class Learner:
+
+class Ppo:
     """Holds the model, in evaluation mode, and its optimizer; `update` takes the trajectories of an iteration.
 
     `threads` threads compute chunks in parallel. They synchronise once a step, unlike torch's own threads, which
@@ -62,7 +75,7 @@ class Learner:
     """
 
     def __init__(
-        self, model: ActorCritic, settings: RlSettings, choices: Choices, device: torch.device, threads: int = 1
+        self, model: ActorCritic, settings: RlSettings, choices: OnPolicy, device: torch.device, threads: int = 1
     ) -> None:
         self.model = model.to(device).eval()
         self.settings, self.choices, self.device = settings, choices, device
@@ -264,6 +277,10 @@ class Learner:
     def policy_state(self) -> PolicyState:
         """The policy without its baseline, on the CPU. The tensors may be those of the model."""
         return self.model.policy_state()
+
+    def shares(self, context: Context[RlSettings]) -> dict[str, Sharded]:
+        """See `learners.Learner`."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """The state from which training continues exactly."""

@@ -1,0 +1,178 @@
+"""What SAC and DQN have in common: the replay buffer, the number of updates, and target networks.
+
+Shapes: m are the samples of an optimizer step, u optimizer steps, ... an observation's own shape, A an action's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rolecall import Context, Sharded, Share
+from rolecall.jobs.rl import RlSettings
+from rolecall.jobs.rl.defaults import OffPolicy
+from rolecall.jobs.rl.messages import PolicyState, Trajectory
+from rolecall.jobs.rl.model import ActorCritic, to_tensor
+from rolecall.jobs.rl.replay import Batch, Replay
+from rolecall.jobs.rl.spaces import Spaces
+
+BLOCK_BYTES = 2**25  # of the samples that are drawn at once
+
+
+class Update(NamedTuple):
+    """Means over the optimizer steps of an update.
+
+    The entropy of the policy is in nats; `exploration` is SAC's entropy coefficient, or DQN's epsilon; `passes` is how
+    often each new step would have been a sample; `rows` are used in the replay buffer.
+    """
+
+    policy_loss: float = 0.0
+    value_loss: float = 0.0
+    entropy: float = 0.0
+    exploration: float = 0.0
+    passes: float = 0.0
+    rows: int = 0
+
+    def gauges(self) -> dict[str, float]:
+        """See `learners.Update`."""
+        return {
+            "rl_policy_loss": self.policy_loss,
+            "rl_baseline_loss": self.value_loss,
+            "rl_policy_entropy_nats": self.entropy,
+            "rl_update_passes": self.passes,
+            "exploration": self.exploration,
+            "replay_rows": self.rows,
+        }
+
+
+class OffPolicyLearner:
+    """Holds the model, in evaluation mode, its optimizer and the replay buffer. A subclass makes optimizer steps."""
+
+    optimizer: torch.optim.Adam
+
+    def __init__(
+        self,
+        model: ActorCritic,
+        settings: RlSettings,
+        choices: OffPolicy,
+        spaces: Spaces,
+        device: torch.device,
+        threads: int = 1,
+    ) -> None:
+        self.model = model.to(device).eval()
+        self.settings, self.choices, self.device, self.threads = settings, choices, device, threads
+        self.replay = Replay(choices.replay_size, spaces)
+        self.version = 0
+        self.samples = 0  # environment steps
+        self._owed = 0.0  # optimizer steps, less than one
+        self._draws = torch.Generator().manual_seed(settings.seed)  # on the CPU, as the buffer
+
+    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
+        """Adds the trajectories to the replay buffer, and makes UPDATES_PER_STEP optimizer steps for each of their
+        steps, after the first LEARNING_STARTS.
+        """
+        new = sum(trajectory.samples for trajectory in trajectories)
+        if not new:  # every environment only reset
+            return Update(rows=self.replay.size)
+        for trajectory in trajectories:
+            if self.model.normalizer is not None:
+                seen = to_tensor(trajectory.observations[:-1][trajectory.experience], self.device)
+                self.model.normalizer.update(seen)
+            self.replay.add(trajectory)
+        self.samples += new
+        self.version += 1
+        self._explore()
+        if self.samples < self.choices.learning_starts or not self.replay.has_steps:
+            return Update(rows=self.replay.size)
+        self._owed += new * self.choices.updates_per_step
+        count = int(self._owed)
+        self._owed -= count
+        flush_denormals()
+        sums = torch.zeros(4, device=self.device)
+        for batch in self._batches(count):
+            sums += self._step(batch)
+        means = Update(*(sums / max(1, count)).tolist())
+        return means._replace(passes=count * self.choices.batch_size / new, rows=self.replay.size)
+
+    def _batches(self, count: int) -> Iterator[Batch]:
+        """The samples of `count` optimizer steps, with observations as the networks take them. They are drawn for many
+        steps at once, which takes less time.
+        """
+        size = self.choices.batch_size
+        pair = 2 * self.replay.observations[:1].numel() * 4  # bytes of a sample as float32
+        at_once = max(1, BLOCK_BYTES // (size * pair))
+        for done in range(0, count, at_once):
+            steps = min(at_once, count - done)
+            drawn = self.replay.sample(steps * size, self.choices.gamma, self.choices.n_step, self._draws)
+            batch = Batch(*(column.to(self.device) for column in drawn))
+            with torch.no_grad():
+                batch = batch._replace(
+                    observations=self.model.prepared(batch.observations), following=self.model.prepared(batch.following)
+                )
+            yield from map(Batch._make, zip(*(column.split(size) for column in batch), strict=True))
+
+    def _step(self, batch: Batch) -> Tensor:
+        """Makes an optimizer step. Returns policy loss, value loss, entropy and exploration [4]."""
+        raise NotImplementedError
+
+    def _explore(self) -> None:
+        """Sets the exploration of the policy that acts next."""
+        raise NotImplementedError
+
+    def policy_state(self) -> PolicyState:
+        """A copy of the policy that acts next, on the CPU."""
+        return {name: value.clone() for name, value in self.model.policy_state().items()}
+
+    def shares(self, context: Context[RlSettings]) -> dict[str, Sharded]:
+        """The replay buffer."""
+        share = Share(context, "replay", self.replay.rows, self.replay.prepare)
+        self.replay.before = share.before
+        return {share.name: Sharded(context, share.name, context.me.role)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state from which training continues exactly, with the rows of the replay buffer."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "version": self.version,
+            "samples": self.samples,
+            "owed": self._owed,
+            "draws": self._draws.get_state(),
+            "replay": self.replay.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a `state_dict`, at the LR of the settings."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.choices.lr
+        self.version, self.samples, self._owed = state["version"], state["samples"], state["owed"]
+        self._draws.set_state(state["draws"])
+        self.replay.load_state_dict(state["replay"])
+
+
+def flush_denormals() -> None:
+    """Rounds denormal numbers to 0 in this thread: matrix products with them take a tenth more time."""
+    torch.set_flush_denormal(True)
+
+
+def first(out: Any) -> Tensor:
+    """The parameters of a policy's output, which may have a value beside them."""
+    parameters: Tensor = out if isinstance(out, Tensor) else out[0]
+    return parameters
+
+
+@torch.no_grad()
+def follow(target: nn.Module, network: nn.Module, rate: float) -> None:
+    """Moves the target network towards its network, by the share `rate` of the distance."""
+    torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), rate)
+
+
+def set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    """Sets the gradients that the optimizer uses."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

@@ -106,7 +106,7 @@ def restore(settings: RlSettings, spaces: Spaces, state: dict[str, Any]) -> mode
     trained = model.build(settings, spaces)
     with UsageError.wrap("the checkpoint holds no policy of rl", KeyError, TypeError):
         weights = state["learner"]["model"]
-    with UsageError.wrap("the checkpoint's policy does not fit this program", RuntimeError):
+    with UsageError.wrap("the checkpoint's policy does not fit this program", RuntimeError, TypeError, AttributeError):
         trained.load_state_dict(weights)
     return trained
 

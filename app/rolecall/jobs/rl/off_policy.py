@@ -90,10 +90,13 @@ class OffPolicyLearner:
         self._owed += new * self.choices.updates_per_step
         count = int(self._owed)
         self._owed -= count
-        flush_denormals()
         sums = torch.zeros(4, device=self.device)
-        for batch in self._batches(count):
-            sums += self._step(batch)
+        flush_denormals()
+        try:
+            for batch in self._batches(count):
+                sums += self._step(batch)
+        finally:
+            torch.set_flush_denormal(False)
         means = Update(*(sums / max(1, count)).tolist())
         return means._replace(passes=count * self.choices.batch_size / new, rows=self.replay.size)
 

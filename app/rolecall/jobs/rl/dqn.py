@@ -34,7 +34,7 @@ class Dqn(OffPolicyLearner):
         device: torch.device,
         threads: int = 1,
     ) -> None:
-        super().__init__(model, settings, choices, spaces, device, threads)
+        super().__init__(model, settings, choices, spaces=spaces, device=device, threads=threads)
         assert isinstance(model.actions, EpsilonGreedy)
         self.actions = model.actions
         self.target = copy.deepcopy(model.policy).requires_grad_(False)

@@ -64,4 +64,4 @@ def make(
     if isinstance(choices, OnPolicy):
         return Ppo(built, settings, choices, device, threads)
     kind = Sac if settings.algorithm == "sac" else Dqn
-    return kind(built, settings, choices, spaces, device, threads)
+    return kind(built, settings, choices, spaces=spaces, device=device, threads=threads)

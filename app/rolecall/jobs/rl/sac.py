@@ -43,7 +43,7 @@ class Sac(OffPolicyLearner):
         device: torch.device,
         threads: int = 1,
     ) -> None:
-        super().__init__(model, settings, choices, spaces, device, threads)
+        super().__init__(model, settings, choices, spaces=spaces, device=device, threads=threads)
         assert isinstance(model.actions, Squashed)
         self.actions = model.actions
         with torch.random.fork_rng(devices=[]):

@@ -41,7 +41,7 @@ def train(deadline: float, on: Callable[[str], None], threshold: float | None, e
             try:
                 done = running.done()
                 wall = time.monotonic() - started
-                updates = int(done.get("updates", 0))  # of off-policy algorithms
+                updates = int(done.get("optimizer_steps", 0))  # of off-policy algorithms
                 run = Run(int(done["env_steps"]), float(done["seconds"]), first, wall, updates=updates)
             except (RuntimeError, subprocess.TimeoutExpired):
                 if threshold is None or time.monotonic() - started < deadline:

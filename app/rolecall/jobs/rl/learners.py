@@ -33,6 +33,11 @@ class Learner(Protocol):
         """The number of updates before."""
         ...
 
+    @property
+    def optimizer_steps(self) -> int:
+        """The number of optimizer steps made."""
+        ...
+
     def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
         """Learns from the trajectories of an iteration; `progress` is the completed share of the training, 0 to 1, and
         `longest` the steps that an episode may have, on which a discount that grows depends.

@@ -65,7 +65,7 @@ class OffPolicyLearner:
         self.model = model.to(device).eval()
         self.settings, self.choices, self.device, self.threads = settings, choices, device, threads
         self.replay = Replay(choices.replay_size, spaces)
-        self.version = 0
+        self.version, self.optimizer_steps = 0, 0
         self.samples = 0  # environment steps
         self._owed = 0.0  # optimizer steps, less than one
         self._draws = torch.Generator().manual_seed(settings.seed)  # on the CPU, as the buffer
@@ -97,6 +97,7 @@ class OffPolicyLearner:
                 sums += self._step(batch)
         finally:
             torch.set_flush_denormal(False)
+        self.optimizer_steps += count
         means = Update(*(sums / max(1, count)).tolist())
         return means._replace(passes=count * self.choices.batch_size / new, rows=self.replay.size)
 
@@ -141,6 +142,7 @@ class OffPolicyLearner:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "version": self.version,
+            "optimizer_steps": self.optimizer_steps,
             "samples": self.samples,
             "owed": self._owed,
             "draws": self._draws.get_state(),
@@ -154,6 +156,7 @@ class OffPolicyLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = self.choices.lr
         self.version, self.samples, self._owed = state["version"], state["samples"], state["owed"]
+        self.optimizer_steps = state["optimizer_steps"]
         self._draws.set_state(state["draws"])
         self.replay.load_state_dict(state["replay"])
 

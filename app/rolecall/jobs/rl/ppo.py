@@ -80,7 +80,7 @@ class Ppo:
         self.model = model.to(device).eval()
         self.settings, self.choices, self.device = settings, choices, device
         self.optimizer = torch.optim.Adam(model.parameters(), lr=choices.lr, eps=1e-5, fused=True)
-        self.version = 0
+        self.version, self.optimizer_steps = 0, 0
         self._parameters = list(model.parameters())
         self._threads = threads
         self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
@@ -117,6 +117,7 @@ class Ppo:
         self._max_rate = max(MAX_LR, self.choices.lr) * min(1.0, (1 - progress) / LR_DECAY_SHARE)
         sums, steps = self._passes(samples, max(1, math.ceil(self.choices.epochs * informed)))
         self.version += 1
+        self.optimizer_steps += steps
         means = Update(*(sums / max(steps, 1)).tolist())
         return means._replace(explained=explained, passes=steps / self._minibatches(samples))
 
@@ -288,6 +289,7 @@ class Ppo:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "version": self.version,
+            "optimizer_steps": self.optimizer_steps,
             "mean": self._mean,
             "square": self._square,
             "shuffle": self._shuffle.get_state(),
@@ -303,7 +305,8 @@ class Ppo:
             self._set_rate(rate)
         self.version, self._mean, self._square = state["version"], state["mean"], state["square"]
         self._shuffle.set_state(state["shuffle"])
-        self._found = state.get("found", True)  # an earlier version's checkpoint has no such value
+        # an earlier version's checkpoint lacks these
+        self._found, self.optimizer_steps = state.get("found", True), state.get("optimizer_steps", 0)
 
 
 def _explained(returns: Tensor, values: Tensor) -> float:

@@ -132,6 +132,7 @@ class Agent:
             running_return=score.running,
             mean_return=score.mean or 0.0,
             env_steps=state["samples"],
+            optimizer_steps=self.learner.optimizer_steps,
         )
 
     def _ended(self) -> bool:

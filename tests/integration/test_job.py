@@ -199,7 +199,8 @@ def test_a_wrong_token_and_another_copy_are_refused_and_the_gang_trains_on(clust
         assert job.agent.metric("gang_refused_total", reason="token") == 1
         assert all(rank.text().count("TLS=off: anyone who reaches") == 1 for rank in job.ranks.values())
     else:
-        until(lambda: job.agent.metric("tunnel_refused_total", reason="protocol") == 1, "the refusal")
+        # more than one if the refusal comes before all is sent, which looks as if nobody were there, and it tries again
+        until(lambda: job.agent.metric("tunnel_refused_total", reason="protocol") >= 1, "the refusal")
     job.trains()
     assert job.agent.metric("gang_generations_total") == generations
     assert TOKEN not in job.logs()

@@ -55,8 +55,13 @@ def play_each(
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
-                receiver, started = _start(waiting.popleft(), play)
-                running[receiver] = started
+                # an interrupt in between would leave a process that nobody ends
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    receiver, started = _start(waiting.popleft(), play)
+                    running[receiver] = started
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
             wait(list(running), CHECK_SECONDS)
             for receiver, started in list(running.items()):
                 match _receive(receiver, started):

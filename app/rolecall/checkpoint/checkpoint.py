@@ -66,7 +66,7 @@ class Snapshot:
 
     def whole(self, without: Collection[str] = ()) -> Snapshot:
         """With the values that ranks hold shares of, read and put together, in `state`, but not `without`: for one that
-        the memory. Raises CheckpointError if a shard is missing or torn.
+        has the memory. Raises CheckpointError if a shard is missing or torn.
         """
         from rolecall.checkpoint import (  # torch: not in a supervisor, which imports this module's names
             shardfile,

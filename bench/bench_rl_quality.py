@@ -1,8 +1,8 @@
 """How well `rl` learns beside Stable-Baselines3: `make bench-rl-quality`, after `make peers`. Hours in full.
 
 Each trains a policy for as many environment steps, with each seed; the score is the mean return of 20 fresh episodes
-under the last policy, which takes its most probable action; in Boxing, Breakout and MiniGrid it samples, as RL Zoo has
-it for these. Stable-Baselines3's hyper-parameters are those that RL Zoo publishes for each environment, Rolecall's its
+(Blackjack: 500) under the last policy, which takes its most probable action; in Boxing, Breakout and MiniGrid it
+samples, as RL Zoo has it for these. Stable-Baselines3's hyper-parameters are those that RL Zoo publishes for each environment, Rolecall's its
 defaults. Rolecall's side needs `pip install -e '.[box2d,mujoco,atari]' minigrid`. With BENCH_JSON=FILE each score is
 kept as it comes, and a rerun measures what is missing; SB3's scores of docs/rl.md are in peers/sb3_returns.json, to be
 copied for that. No figure of speed comes of it: --parallel trains several policies side by side.
@@ -244,9 +244,10 @@ def together(parts: Sequence[Any], work: Callable[[Any], None], parallel: int, s
 def train(side: str, row: Row, seed: int, options: Options, on: Callable[[str], None]) -> Run:
     if side == "sb3":  # with more threads it waits at every operation where something else keeps a core busy
         return process.peer("sb3", row.deadline, on, environment=row.environment, steps=row.steps, seed=seed,
-                            memory=row.memory, sampled=row.sampled, algorithm=row.algorithm, threads=1)  # fmt: skip
+                            memory=row.memory, sampled=row.sampled, episodes=row.episodes, algorithm=row.algorithm,
+                            threads=1)  # fmt: skip
     return ours.train(
-        row.deadline, on, None, report.EPISODES, row.sampled, ENV_ID=row.environment, SEED=seed, MAX_STEPS=row.steps,
+        row.deadline, on, None, row.episodes, row.sampled, ENV_ID=row.environment, SEED=seed, MAX_STEPS=row.steps,
         SOLVED_BY="never", ALGORITHM=row.algorithm, MEMORY="lstm" if row.memory else "none",
         **{"INFERENCE": "observer", **options.variables},
     )  # fmt: skip

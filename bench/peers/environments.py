@@ -39,6 +39,11 @@ def flat_grid(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
     return wrappers.FlatObsWrapper(gymnasium.make(name, **options).unwrapped)  # type: ignore[no-any-return]
 
 
+def flat_blackjack(**options: Any) -> gymnasium.Env[Any, Any]:
+    """Blackjack whose three numbers are one vector: Stable-Baselines3 takes no tuples."""
+    return gymnasium.wrappers.FlattenObservation(gymnasium.make("Blackjack-v1", **options).unwrapped)
+
+
 gymnasium.register("MaskedCartPole-v0", masked_cartpole, max_episode_steps=500, reward_threshold=475.0)
 # gymnasium names no threshold for Pendulum; with one, a run ends by itself
 gymnasium.register(
@@ -50,6 +55,8 @@ gymnasium.register(
 # the wrapped rooms end their episodes themselves
 gymnasium.register("FlatEmptyRandom6x6-v0", partial(flat_grid, "MiniGrid-Empty-Random-6x6-v0"))
 gymnasium.register("FlatDoorKey5x5-v0", partial(flat_grid, "MiniGrid-DoorKey-5x5-v0"))
+gymnasium.register("FlatKeyCorridorS3R1-v0", partial(flat_grid, "MiniGrid-KeyCorridorS3R1-v0"))
+gymnasium.register("FlatBlackjack-v1", flat_blackjack)
 # gymnasium names no limit for CliffWalking: an episode of a policy that runs against a wall would not end
 gymnasium.register(
     "LimitedCliffWalking-v1", "gymnasium.envs.toy_text.cliffwalking:CliffWalkingEnv", max_episode_steps=200

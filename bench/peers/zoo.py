@@ -2,8 +2,8 @@
 
 Source: hyperparams/ppo.yml, ppo_lstm.yml (memory), sac.yml and dqn.yml of DLR-RM/rl-baselines3-zoo. Entries for older
 versions (LunarLander-v2, Reacher-v2, -v4 of the other MuJoCo environments) are used for the newest ones, that of
-CartPoleNoVel-v1 for MaskedCartPole-v0, and that of MiniGrid-Empty-Random-5x5-v0 for 6x6. Taxi, CliffWalking and
-FrozenLake have no entry: they take Stable-Baselines3's defaults.
+CartPoleNoVel-v1 for MaskedCartPole-v0, and that of MiniGrid-Empty-Random-5x5-v0 for 6x6. Taxi, CliffWalking,
+FrozenLake and Blackjack have no entry: they take Stable-Baselines3's defaults.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ MASKED = "bench.peers.environments:MaskedCartPole-v0"
 CLIFF = "bench.peers.environments:LimitedCliffWalking-v1"
 EMPTY_ROOM = "bench.peers.environments:FlatEmptyRandom6x6-v0"
 DOOR_KEY = "bench.peers.environments:FlatDoorKey5x5-v0"
+KEY_CORRIDOR = "bench.peers.environments:FlatKeyCorridorS3R1-v0"
+BLACKJACK = "bench.peers.environments:FlatBlackjack-v1"
 PONG = "ale_py:PongNoFrameskip-v4"
 BOXING = "ale_py:BoxingNoFrameskip-v4"
 BREAKOUT = "ale_py:BreakoutNoFrameskip-v4"
@@ -94,8 +96,10 @@ PPO = {
     "Taxi-v4": DEFAULTS,
     CLIFF: DEFAULTS,
     "FrozenLake-v1": DEFAULTS,
+    BLACKJACK: DEFAULTS,
     EMPTY_ROOM: GRID,
     DOOR_KEY: GRID,
+    KEY_CORRIDOR: GRID,
     "MountainCar-v0": Published(
         {"n_steps": 16, "gae_lambda": 0.98, "gamma": 0.99, "n_epochs": 4, "ent_coef": 0.0}, n_envs=16, normalize=True
     ),

@@ -121,6 +121,29 @@ def test_ctrl_c_during_the_imports_ends_the_run_and_its_zygote(tmp_path: Path) -
         assert ended(zygote)
 
 
+def test_a_zygote_that_is_ended_while_a_fork_begins_has_no_successor() -> None:
+    program = (
+        "import os\n"
+        "from rolecall.rank import fork_server\n"
+        "from rolecall.rank.zygote import Zygote, ZygoteError\n"
+        "zygote, ensure_running = Zygote(), fork_server.ensure_running\n"
+        "def wait():\n"
+        "    os.waitid(os.P_PID, fork_server.server_pid(), os.WEXITED | os.WNOWAIT)\n"
+        "def after_the_end(preload):\n"
+        "    zygote.end()\n"
+        "    wait()\n"
+        "    ensure_running(preload)\n"
+        "fork_server.ensure_running = after_the_end\n"
+        "try:\n"
+        "    zygote.fork(['--version'], {}, 1, 2)\n"
+        "except ZygoteError:\n"
+        "    wait()\n"
+        "else:\n"
+        "    raise SystemExit('forked')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=DEADLINE).returncode == 0
+
+
 def test_run_survives_the_death_of_its_zygote(tmp_path: Path) -> None:
     """Its ranks end with the zygote, and are restarted without it."""
     with running(tmp_path, "tests/integration/dartboard.py") as (run, lines):

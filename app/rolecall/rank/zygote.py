@@ -124,8 +124,7 @@ class Zygote:
 
     def _start(self, then: Callable[[], None], withheld: Sequence[int] | None = None) -> None:
         """Starts the zygote unless it runs, and calls `then`. The caller holds the lock."""
-        if self._ended:
-            raise OSError("it has ended")
+        self._check()
         resource_tracker.ensure_running()  # before the zygote, which unblocks SIGINT once it ignores it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -137,7 +136,14 @@ class Zygote:
                     fork_server.start_as_fork(self._preload, withheld)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._check()  # this may have replaced the one that `end` killed meanwhile
         then()
+
+    def _check(self) -> None:
+        """Kills a zygote that runs after `end`. Raises OSError."""
+        if self._ended:
+            fork_server.signal_server(signal.SIGKILL)
+            raise OSError("it has ended")
 
     def __enter__(self) -> Zygote:
         return self

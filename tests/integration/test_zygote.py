@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rolecall.launch.here import LocalProcess
 from rolecall.rank.zygote import Forked, Zygote
 from tests.integration.cluster import DEADLINE, ENDLESS, QUICK, ROOT, TOKEN, until
 from tests.ports import free_ports
@@ -176,6 +177,13 @@ def test_killed_run_whose_ranks_print_megabytes_leaves_no_process_and_no_socket(
         until(lambda: all(map(ended, family)), "its processes to be gone")
     until(lambda: not [*Path(temporary).glob("pymp-*")], "the socket to be deleted")
     shutil.rmtree(temporary)
+
+
+def test_a_rank_that_was_forked_this_moment_can_be_killed(server: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    rank = LocalProcess(fork(server, tmp_path / "out", "describe", str(tmp_path / "slow.py")))
+    rank.kill()  # it leads no process group yet
+    assert asyncio.run(asyncio.wait_for(rank.wait(), DEADLINE)) == -signal.SIGKILL
 
 
 def test_suspended_zygote_delays_no_exit(server: Zygote, tmp_path: Path) -> None:

@@ -175,6 +175,8 @@ class LocalProcess:
         """See `Process`."""
         if self.returncode is None:
             descendants.kill(self.pid)  # those that have left its process group too
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(self.pid, signal.SIGKILL)  # a new fork leads no process group yet
         with contextlib.suppress(ProcessLookupError):  # they have ended
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -2,10 +2,11 @@
 
 Each trains a policy for as many environment steps, with each seed; the score is the mean return of 20 fresh episodes
 (Blackjack: 500) under the last policy, which takes its most probable action; in Boxing, Breakout and MiniGrid it
-samples, as RL Zoo has it for these. Stable-Baselines3's hyper-parameters are those that RL Zoo publishes for each environment, Rolecall's its
-defaults. Rolecall's side needs `pip install -e '.[box2d,mujoco,atari]' minigrid`. With BENCH_JSON=FILE each score is
-kept as it comes, and a rerun measures what is missing; SB3's scores of docs/rl.md are in peers/sb3_returns.json, to be
-copied for that. No figure of speed comes of it: --parallel trains several policies side by side.
+samples, as RL Zoo has it for these. Stable-Baselines3's hyper-parameters are those that RL Zoo publishes for each
+environment, Rolecall's its defaults. Rolecall's side needs `pip install -e '.[box2d,mujoco,atari]' minigrid`. With
+BENCH_JSON=FILE each score is kept as it comes, and a rerun measures what is missing; SB3's scores of docs/rl.md are in
+peers/sb3_returns.json, to be copied for that. No figure of speed comes of it: --parallel trains several policies side
+by side.
 
 `split.py` says which environments the defaults are tuned on, and which are held out: these are evaluated once for each
 proposed change of defaults, and refuse --set.

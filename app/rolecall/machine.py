@@ -1,4 +1,4 @@
-"""This machine: usable cores, other users, versions, and the process's title."""
+"""This machine: usable cores and memory, other users, versions, and the process's title."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SUPERVISOR = "supervisor"  # a part
 TITLE = "rolecall: "  # the beginning of a process's title; its last word is the part
 
 
-def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+CGROUP = Path("/sys/fs/cgroup")  # a container's
+
+
+def cores(cgroup: Path = CGROUP) -> int:
     """Cores that this process may use: its affinity, capped by a container's CPU limit (cgroup v2 or v1)."""
     count = len(os.sched_getaffinity(0))
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
@@ -31,6 +34,21 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
             if quota > 0:
                 count = min(count, math.ceil(quota / period))
     return count
+
+
+def free_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes that this process may still take: the machine's, capped by a container's memory limit (cgroup v2 or v1)."""
+    free = psutil.virtual_memory().available
+    for limit, used, statistics, cache in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # another version, or no limit ("max")
+            lines = (cgroup / statistics).read_text().splitlines()
+            dropped = int(dict(line.split() for line in lines)[cache])  # files' pages, which the kernel takes back
+            left = int((cgroup / limit).read_text()) - int((cgroup / used).read_text()) + dropped
+            free = min(free, max(0, left))
+    return free
 
 
 def other_people() -> list[str]:

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.defaults import OffPolicy
 from rolecall.jobs.rl.distributions import EpsilonGreedy
-from rolecall.jobs.rl.model import ActorCritic
 from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, follow, set_gradients
 from rolecall.jobs.rl.replay import Batch
 from rolecall.jobs.rl.spaces import Spaces
@@ -25,21 +22,12 @@ MAX_GRAD_NORM = 10.0  # global norm that gradients are clipped to
 class Dqn(OffPolicyLearner):
     """See the file's docstring. The policy's parameters are the values of the actions."""
 
-    def __init__(
-        self,
-        model: ActorCritic,
-        settings: RlSettings,
-        choices: OffPolicy,
-        spaces: Spaces,
-        device: torch.device,
-        threads: int = 1,
-    ) -> None:
-        super().__init__(model, settings, choices, spaces=spaces, device=device, threads=threads)
-        assert isinstance(model.actions, EpsilonGreedy)
-        self.actions = model.actions
-        self.target = copy.deepcopy(model.policy).requires_grad_(False)
-        self._parameters = list(model.policy.parameters())
-        self.optimizer = torch.optim.Adam(self._parameters, lr=choices.lr, fused=True)
+    def _begin(self, spaces: Spaces) -> None:
+        assert isinstance(self.model.actions, EpsilonGreedy)
+        self.actions = self.model.actions
+        self.target = copy.deepcopy(self.model.policy).requires_grad_(False)
+        self._parameters = list(self.model.policy.parameters())
+        self.optimizer = torch.optim.Adam(self._parameters, lr=self.choices.lr, fused=True)
 
     def _step(self, batch: Batch) -> Tensor:
         policy = self.model.policy

@@ -69,6 +69,7 @@ class OffPolicyLearner:
         self.samples = 0  # environment steps
         self._owed = 0.0  # optimizer steps, less than one
         self._draws = torch.Generator().manual_seed(settings.seed)  # on the CPU, as the buffer
+        self._begin(spaces)
 
     def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
         """Adds the trajectories to the replay buffer, and makes UPDATES_PER_STEP optimizer steps for each of their
@@ -117,6 +118,10 @@ class OffPolicyLearner:
                     observations=self.model.prepared(batch.observations), following=self.model.prepared(batch.following)
                 )
             yield from map(Batch._make, zip(*(column.split(size) for column in batch), strict=True))
+
+    def _begin(self, spaces: Spaces) -> None:
+        """Makes the target networks and the optimizer."""
+        raise NotImplementedError
 
     def _step(self, batch: Batch) -> Tensor:
         """Makes an optimizer step. Returns policy loss, value loss, entropy and exploration [4]."""

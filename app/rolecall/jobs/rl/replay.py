@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from rolecall import Rows, UsageError
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
 from rolecall.jobs.rl.spaces import Spaces
+from rolecall.machine import free_memory
 
 # in the column `ends`, beside the codes of Done: the row is no step, it has the observation after the step before
 NO_STEP = 3
@@ -39,7 +39,7 @@ class Replay:
     for the observation after it, so that no observation is stored twice, and a step's successor is the next row.
 
     `before(begin, end)` is called before the rows `begin` to `end` change. Raises UsageError if the buffer does not fit
-    in the machine's memory.
+    in the memory that is free.
     """
 
     def __init__(self, capacity: int, spaces: Spaces) -> None:
@@ -47,11 +47,11 @@ class Replay:
         image = space.dtype == np.uint8
         row = math.prod(space.shape) * (1 if image else 4) + 5
         row += math.prod(spaces.action_shape) * np.dtype(spaces.action_dtype).itemsize
-        free = psutil.virtual_memory().available
+        free = free_memory()
         if capacity * row > free:
             raise UsageError(
                 f"REPLAY_SIZE={capacity}: the replay buffer takes {capacity * row / 1e9:.1f} GB, and "
-                f"{free / 1e9:.1f} GB of this rank's machine are free; lower REPLAY_SIZE"
+                f"{free / 1e9:.1f} GB are free for this rank; lower REPLAY_SIZE"
             )
         # memory of zeros is taken as it is written
         self.observations = torch.zeros((capacity, *space.shape), dtype=torch.uint8 if image else torch.float32)

@@ -15,10 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.defaults import OffPolicy
 from rolecall.jobs.rl.distributions import Squashed
-from rolecall.jobs.rl.model import ActorCritic
 from rolecall.jobs.rl.networks import Critics
 from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, flush_denormals, follow, set_gradients
 from rolecall.jobs.rl.replay import Batch
@@ -34,29 +31,20 @@ class Sac(OffPolicyLearner):
     half of a batch, which balances the threads.
     """
 
-    def __init__(
-        self,
-        model: ActorCritic,
-        settings: RlSettings,
-        choices: OffPolicy,
-        spaces: Spaces,
-        device: torch.device,
-        threads: int = 1,
-    ) -> None:
-        super().__init__(model, settings, choices, spaces=spaces, device=device, threads=threads)
-        assert isinstance(model.actions, Squashed)
-        self.actions = model.actions
+    def _begin(self, spaces: Spaces) -> None:
+        assert isinstance(self.model.actions, Squashed)
+        self.actions = self.model.actions
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            self.critics = Critics(spaces, choices.hidden_size).to(device)
+            torch.manual_seed(self.settings.seed)
+            self.critics = Critics(spaces, self.choices.hidden_size).to(self.device)
         self.target = copy.deepcopy(self.critics).requires_grad_(False)
-        self.log_coefficient = nn.Parameter(torch.zeros((), device=device))
+        self.log_coefficient = nn.Parameter(torch.zeros((), device=self.device))
         self.dimensions = math.prod(spaces.action_shape)
-        self._policy, self._critic = list(model.policy.parameters()), list(self.critics.parameters())
+        self._policy, self._critic = list(self.model.policy.parameters()), list(self.critics.parameters())
         self.optimizer = torch.optim.Adam(
-            [*self._policy, *self._critic, self.log_coefficient], lr=choices.lr, fused=True
+            [*self._policy, *self._critic, self.log_coefficient], lr=self.choices.lr, fused=True
         )
-        self._pool = Pool(1, initializer=flush_denormals) if threads > 1 else None
+        self._pool = Pool(1, initializer=flush_denormals) if self.threads > 1 else None
 
     def _step(self, batch: Batch) -> Tensor:
         coefficient = self.log_coefficient.detach().exp()

@@ -399,8 +399,8 @@ def test_a_held_out_environment_is_gained_as_much_above_random_actions() -> None
     assert quality([-100.0] * 4, [-119.0] * 4, "MountainCar-v0") == [True]  # 81 of 100 above -200
     assert quality([-100.0] * 4, [-121.0] * 4, "MountainCar-v0") == [False]
     assert quality([-200.0] * 4, [-200.0] * 4, "MountainCar-v0") == [True]  # nothing was gained
-    assert quality([0.0] * 4, [0.01] * 4, "MiniGrid-DoorKey-5x5-v0") == [True]  # they are below random actions
-    assert quality([0.0] * 4, [-0.01] * 4, "MiniGrid-DoorKey-5x5-v0") == [False]
+    assert quality([0.0] * 4, [0.01] * 4, "MiniGrid-KeyCorridorS3R1-v0") == [True]  # they are below random actions
+    assert quality([0.0] * 4, [-0.01] * 4, "MiniGrid-KeyCorridorS3R1-v0") == [False]
 
 
 def test_six_of_the_held_out_environments_are_within_a_standard_error() -> None:

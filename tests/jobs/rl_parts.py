@@ -277,7 +277,7 @@ class Ranks:
                 for number, group in enumerate(self.observer.groups)
             }
             self.batcher.begin(sizes, version)
-        rollout = self.observer.rollout(sent, version)
+        rollout = self.observer.rollout(sent, version, self.learner.rollout_steps)
         return rollout.episodes, rollout.trajectories or self.batcher.trajectories(self.context.me.name)
 
     def learn(self, steps: int) -> list[float]:

@@ -104,5 +104,5 @@ def test_a_call_that_the_agent_refuses_ends_the_rollout(monkeypatch: pytest.Monk
         monkeypatch.setattr(ranks.context.supervision, "fail", ended.append)
         ranks.rollout()
         with pytest.raises(PeerLostError, match="not part of this rollout"):
-            ranks.observer.rollout(None, 1)  # which the agent has not begun
+            ranks.observer.rollout(None, 1, 2)  # which the agent has not begun
         assert ended == []

@@ -15,10 +15,10 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch import Tensor, distributions, nn
 
 from rolecall.jobs.rl import messages, ppo
-from rolecall.jobs.rl.defaults import discount
+from rolecall.jobs.rl.defaults import DEFAULTS, discount
 from rolecall.jobs.rl.distributions import StateDependent
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
-from rolecall.jobs.rl.ppo import Ppo, Update
+from rolecall.jobs.rl.ppo import SHORT_ROLLOUTS, Ppo, Update
 from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import TWO, changed, make, random_trajectory, same, spaces_of, weights, with_sgd
 
@@ -353,6 +353,20 @@ def test_policy_moves_before_rewards_have_differed() -> None:
     resumed = make(lr=1e-3, target_kl=0.01, epochs=10, gamma=0.0)
     resumed.load_state_dict(learner.state_dict())
     assert resumed.update([acted(resumed, 4, 0.0)]).passes == 1
+
+
+def test_rollouts_are_short_as_long_as_all_rewards_are_alike() -> None:
+    chosen, given = make(target_kl=0.01, rollout_steps=None), make(target_kl=0.01, rollout_steps=100)
+    alike = random_trajectory(1)
+    alike = changed(alike, rewards=np.where(alike.experience, -1, 0).astype(np.float32))
+    chosen.update([alike])
+    assert chosen.rollout_steps == DEFAULTS["discrete"].rollout_steps // SHORT_ROLLOUTS
+    assert given.rollout_steps == 100
+    chosen.update([changed(alike, rewards=np.where(alike.experience, 3, 0).astype(np.float32))])
+    assert chosen.rollout_steps == DEFAULTS["discrete"].rollout_steps
+    resumed = make(target_kl=0.01, rollout_steps=None)
+    resumed.load_state_dict(chosen.state_dict())
+    assert resumed.rollout_steps == chosen.rollout_steps
 
 
 def test_rewards_that_differ_are_a_signal_in_returns_that_are_alike() -> None:

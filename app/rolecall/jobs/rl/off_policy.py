@@ -66,6 +66,7 @@ class OffPolicyLearner:
         self.settings, self.choices, self.device, self.threads = settings, choices, device, threads
         self.replay = Replay(choices.replay_size, spaces)
         self.version, self.optimizer_steps = 0, 0
+        self.rollout_steps = choices.rollout_steps
         self.samples = 0  # environment steps
         self._owed = 0.0  # optimizer steps, less than one
         self._draws = torch.Generator().manual_seed(settings.seed)  # on the CPU, as the buffer

@@ -33,6 +33,7 @@ MIN_LR, MAX_LR = 1e-5, 2e-3  # bounds of the adaptive learning rate
 LR_DECAY_SHARE = 0.5  # last share of the training, in which the upper bound falls to 0
 KL_STOP_FACTOR = 4.0  # times TARGET_KL: an iteration's passes end
 MIN_SIGNAL = 0.005  # of the returns, or of the rewards: smaller differences are mostly the critic's errors
+SHORT_ROLLOUTS = 4  # as long as all rewards are alike, rollouts have the steps of the defaults over this
 VALUE_COEF = 0.5  # of the value loss: PPO's usual half
 RETURN_STATISTICS_DECAY = 0.95  # of the mean and variance that normalise values
 MAX_GRAD_NORM = 0.5  # global norm that gradients are clipped to
@@ -86,8 +87,19 @@ class Ppo:
         self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
         self._gamma, self._found = 0.0, False  # whether rewards or ends have differed yet
+        self._rewards = math.inf, -math.inf  # the smallest and the largest yet
         self._target_kl, self._max_rate = choices.target_kl, max(MAX_LR, choices.lr)
         self._shuffle = torch.Generator().manual_seed(settings.seed)
+
+    @property
+    def rollout_steps(self) -> int:
+        """See `learners.Learner`. As long as all rewards are alike, returns differ only by when episodes end, with
+        little noise, or not at all, and each update is another policy that may find a reward: short rollouts do best.
+        """
+        steps, (lowest, highest) = self.choices.rollout_steps, self._rewards
+        if self.settings.rollout_steps is None and self.choices.target_kl and not lowest < highest:
+            return max(1, steps // SHORT_ROLLOUTS)
+        return steps
 
     def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
         """Makes the update of an iteration: EPOCHS passes of MINIBATCHES optimizer steps, fewer if the policy diverges
@@ -132,6 +144,7 @@ class Ppo:
             deviation / (MIN_SIGNAL * float(returns.square().mean().sqrt()) + 1e-8),
             float(rewards.std()) / (MIN_SIGNAL * float(np.sqrt(np.square(rewards).mean())) + 1e-8),
         )
+        self._rewards = min(self._rewards[0], float(rewards.min())), max(self._rewards[1], float(rewards.max()))
         self._found = self._found or signal >= 1.0
         return min(1.0, signal**2) if self.choices.target_kl and self._found else 1.0
 
@@ -294,6 +307,7 @@ class Ppo:
             "square": self._square,
             "shuffle": self._shuffle.get_state(),
             "found": self._found,
+            "rewards": self._rewards,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -307,6 +321,7 @@ class Ppo:
         self._shuffle.set_state(state["shuffle"])
         # an earlier version's checkpoint lacks these
         self._found, self.optimizer_steps = state.get("found", True), state.get("optimizer_steps", 0)
+        self._rewards = state.get("rewards", (0.0, 1.0))
 
 
 def _explained(returns: Tensor, values: Tensor) -> float:

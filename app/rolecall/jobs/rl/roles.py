@@ -151,7 +151,10 @@ class Agent:
                 groups.update({Group(peer.name, peer.join, number): size for number, size in enumerate(self._sizes)})
         self.batcher.begin(groups, version)
         self._under_way = self.context.options(timeout=self.settings.rollout_timeout, to=observers).call_each(
-            Observer.rollout, policy if self.settings.inference == "observer" else None, version
+            Observer.rollout,
+            policy if self.settings.inference == "observer" else None,
+            version,
+            self.learner.rollout_steps,
         )
 
     def _collect(self) -> Experience:
@@ -208,12 +211,12 @@ class Observer:
         self._agent_of: tuple[int, int] | None = None  # generation and join of the newest rollout
 
     @remote(turn=True)
-    def rollout(self, policy: PolicyState | None, version: int) -> Rollout:
-        """One rollout under the policy of `version`; without a `policy`, the agent has it. An error ends this rank,
-        which is replaced, and not the agent. The loss of the agent ends the rollout only.
+    def rollout(self, policy: PolicyState | None, version: int, steps: int) -> Rollout:
+        """One rollout of `steps` under the policy of `version`; without a `policy`, the agent has it. An error ends
+        this rank, which is replaced, and not the agent. The loss of the agent ends the rollout only.
         """
         try:
-            return self._rollout(policy, version)
+            return self._rollout(policy, version, steps)
         except PeerLostError:
             raise
         except Exception as error:
@@ -222,17 +225,17 @@ class Observer:
             self.context.fail(error)
             raise
 
-    def _rollout(self, policy: PolicyState | None, version: int) -> Rollout:
+    def _rollout(self, policy: PolicyState | None, version: int, steps: int) -> Rollout:
         self.metrics.weights_version.labels(WEIGHTS).set(version)
         self._take_episodes()  # nobody has learned from the rollout in which they ended: its agent was lost
         if policy is None:
             self._begin_with_agent()
-            self._step_with_agent()
+            self._step_with_agent(steps)
             trajectories = []
         else:
             self.metrics.weights_bytes.labels(WEIGHTS).inc(sum(tensor.nbytes for tensor in policy.values()))
             self._actor.load(policy)
-            trajectories = self._step_with_actor(version)
+            trajectories = self._step_with_actor(version, steps)
         episodes = self._take_episodes()
         self.context.report_step(version + 1)
         return Rollout(episodes, trajectories)
@@ -251,10 +254,10 @@ class Observer:
                 group.reset()
         self._agent_of = agent_of
 
-    def _step_with_agent(self) -> None:
+    def _step_with_agent(self, steps: int) -> None:
         """A rollout with actions of the agent. While the agent computes those of one group, the other group steps."""
         waiting = [self._request(number, last=False) for number in range(len(self.groups))]
-        for last in self._steps():
+        for last in self._steps(steps):
             for number, group in enumerate(self.groups):
                 actions = np.frombuffer(waiting[number].result(), self.spaces.action_dtype)
                 group.step(actions.reshape(-1, *self.spaces.action_shape))
@@ -269,14 +272,14 @@ class Observer:
         message = pack(group.observations, group.rewards, group.dones)
         return self.context.call(self.context.rank0, Agent.act, Group(me.name, me.join, number), message, last)
 
-    def _step_with_actor(self, version: int) -> list[Trajectory]:
+    def _step_with_actor(self, version: int, steps: int) -> list[Trajectory]:
         """A rollout with actions that this rank computes. Returns the trajectories of the groups."""
         for memory in self._memories:
             self._actor.refresh(memory)
         recorders = [Recorder(version, memory) for memory in self._memories]
         for group, recorder in zip(self.groups, recorders, strict=True):
             recorder.see(group.observations, group.rewards, group.dones)
-        for _ in self._steps():
+        for _ in self._steps(steps):
             for group, recorder in zip(self.groups, recorders, strict=True):
                 with self.context.timer() as timer:
                     choice = self._actor.act(group.observations, group.dones, [recorder.memory])
@@ -288,18 +291,18 @@ class Observer:
                 self.metrics.rl_env_steps.inc(len(group.dones))
         return [recorder.trajectory() for recorder in recorders]
 
-    def _steps(self) -> Iterator[bool]:
+    def _steps(self, steps: int) -> Iterator[bool]:
         """Yields before each step of a rollout whether it is the last one.
 
-        A rollout has ROLLOUT_STEPS. The tutorial's policy gradient learns from whole returns, so its rollouts go on
-        until an episode has ended, up to MAX_ROLLOUT_STEPS.
+        The tutorial's policy gradient learns from whole returns, so its rollouts go on after `steps` until an episode
+        has ended, up to MAX_ROLLOUT_STEPS.
         """
         last = False
         for step in itertools.count(1):
             if last:
                 return
             ended = self.settings.algorithm != "reinforce" or any(group.returns for group in self.groups)
-            last = step >= self.choices.rollout_steps and (ended or step >= envs.MAX_ROLLOUT_STEPS)
+            last = step >= steps and (ended or step >= envs.MAX_ROLLOUT_STEPS)
             yield last
 
     @functools.cached_property

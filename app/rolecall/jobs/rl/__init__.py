@@ -56,7 +56,7 @@ class RlSettings(Settings):
         ge=1,
         le=100_000,
         description="steps of each environment in an iteration (with ALGORITHM=reinforce, at least: it goes on until "
-        "an episode ends); empty: by the spaces",
+        "an episode ends); empty: by the spaces, and fewer as long as all rewards are alike",
     )
     rollout_timeout: Seconds = Field(120.0, description="deadline of one observer's rollout")
     max_iterations: int | None = Field(

@@ -1,4 +1,5 @@
-"""What the jobs of Rolecall share, and no job of a user's needs: progress, a disk cache, devices, the standard library.
+"""What the jobs of Rolecall share, and no job of a user's needs: progress, a disk cache, devices, free memory, the
+standard library.
 
 The only module of the jobs that imports more of Rolecall than its public API.
 """
@@ -20,11 +21,13 @@ from rolecall.context.context import choose_device
 from rolecall.context.memory import keep_freed_memory
 from rolecall.context.progress_bar import progress, track
 from rolecall.declare.loader import explain
+from rolecall.machine import free_memory
 
 __all__ = [
     "cached",
     "choose_device",
     "explain",
+    "free_memory",
     "keep_freed_memory",
     "progress",
     "standard_library",

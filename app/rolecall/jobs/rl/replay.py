@@ -16,7 +16,7 @@ from torch import Tensor
 from rolecall import Rows, UsageError
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
 from rolecall.jobs.rl.spaces import Spaces
-from rolecall.machine import free_memory
+from rolecall.jobs.support import free_memory
 
 # in the column `ends`, beside the codes of Done: the row is no step, it has the observation after the step before
 NO_STEP = 3

@@ -179,11 +179,13 @@ def test_killed_run_whose_ranks_print_megabytes_leaves_no_process_and_no_socket(
     shutil.rmtree(temporary)
 
 
-def test_a_rank_that_was_forked_this_moment_can_be_killed(server: Zygote, tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
-    rank = LocalProcess(fork(server, tmp_path / "out", "describe", str(tmp_path / "slow.py")))
-    rank.kill()  # it leads no process group yet
-    assert asyncio.run(asyncio.wait_for(rank.wait(), DEADLINE)) == -signal.SIGKILL
+def test_a_rank_that_leads_no_process_group_yet_can_be_killed() -> None:
+    async def killed() -> int:
+        rank = LocalProcess(await asyncio.create_subprocess_exec("sleep", "600"))  # as a fork is at first
+        rank.kill()
+        return await asyncio.wait_for(rank.wait(), DEADLINE)
+
+    assert asyncio.run(killed()) == -signal.SIGKILL
 
 
 def test_suspended_zygote_delays_no_exit(server: Zygote, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class Ppo:
         little noise, or not at all, and each update is another policy that may find a reward: short rollouts do best.
         """
         steps, (lowest, highest) = self.choices.rollout_steps, self._rewards
-        if self.settings.rollout_steps is None and self.choices.target_kl and not lowest < highest:
+        if self.settings.rollout_steps is None and self.choices.target_kl and lowest >= highest:
             return max(1, steps // SHORT_ROLLOUTS)
         return steps
 

@@ -15,10 +15,10 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch import Tensor, distributions, nn
 
 from rolecall.jobs.rl import messages, ppo
-from rolecall.jobs.rl.defaults import DEFAULTS, discount
+from rolecall.jobs.rl.defaults import DEFAULTS, OnPolicy
 from rolecall.jobs.rl.distributions import StateDependent
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
-from rolecall.jobs.rl.ppo import SHORT_ROLLOUTS, Ppo, Update
+from rolecall.jobs.rl.ppo import SHORT_ROLLOUTS, SPARSE_BONUS, Ppo, Update
 from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import TWO, changed, make, random_trajectory, same, spaces_of, weights, with_sgd
 
@@ -369,6 +369,20 @@ def test_rollouts_are_short_as_long_as_all_rewards_are_alike() -> None:
     assert resumed.rollout_steps == chosen.rollout_steps
 
 
+@pytest.mark.parametrize(("alike", "given", "factor"), [(0.6, None, SPARSE_BONUS), (0.4, None, 1.0), (0.6, 0.02, 1.0)])
+def test_entropy_bonus_is_larger_if_most_rewards_are_alike(alike: float, given: float | None, factor: float) -> None:
+    base, trajectory = DEFAULTS["discrete"], random_trajectory(1)
+    assert isinstance(base, OnPolicy)
+    paid = np.random.default_rng(0).normal(size=trajectory.rewards.shape).astype(np.float32)
+    used = np.flatnonzero(trajectory.experience)
+    paid.flat[used[: int(alike * len(used))]] = -1
+    chosen = make(target_kl=0.01, entropy_coef=given)
+    fixed = make(target_kl=0.01, entropy_coef=(base.entropy_coef if given is None else given) * factor)
+    for learner in (chosen, fixed):
+        learner.update([changed(trajectory, rewards=np.where(trajectory.experience, paid, 0))])
+    assert same(weights(chosen), weights(fixed))
+
+
 def test_rewards_that_differ_are_a_signal_in_returns_that_are_alike() -> None:
     """Of a walker that stands still: nearly all of its return is for staying alive, little for each step forward."""
     learner = make(lr=1e-3, target_kl=0.01, epochs=10, gamma=0.999)
@@ -377,19 +391,6 @@ def test_rewards_that_differ_are_a_signal_in_returns_that_are_alike() -> None:
     dones = np.zeros_like(still.dones)  # the value of the last observation is that of a thousand rewards
     alive = changed(still, dones=dones, experience=np.ones_like(still.experience), rewards=still.rewards + 1000)
     assert learner.update([alive]).passes > 1
-
-
-@pytest.mark.parametrize(
-    ("progress", "longest", "horizon"),
-    [(0.0, 1000, 100), (0.5, 1000, 316.2), (1.0, 1000, 1000), (1.0, 10**6, 1000), (0.5, 200, 141.4), (0.5, 0, 50)],
-)
-def test_horizon_grows_with_progress_to_the_longest_episode(progress: float, longest: int, horizon: float) -> None:
-    assert 1 / (1 - discount(progress, longest)) == pytest.approx(horizon, rel=1e-3)
-    delayed = random_trajectory(1, spaces=spaces_of(VECTOR, CONTROLS))
-    given, chosen = make(VECTOR, CONTROLS, gamma=discount(progress, longest)), make(VECTOR, CONTROLS, gamma=None)
-    for learner in (given, chosen):
-        learner.update([delayed], progress, longest)
-    assert same(weights(given), weights(chosen))
 
 
 def test_an_older_policy_that_acted_is_no_divergence() -> None:

@@ -68,9 +68,7 @@ class RlSettings(Settings):
     max_steps: int = Field(
         0, ge=0, description="environment steps after which the job ends unsolved; 0: MAX_ITERATIONS alone"
     )
-    gamma: float | None = Field(
-        None, ge=0, le=1, description="discount of the return, per step; empty: by the spaces, perhaps growing"
-    )
+    gamma: float | None = Field(None, ge=0, le=1, description="discount of the return, per step; empty: by the spaces")
     gae_lambda: float | None = Field(
         None, ge=0, le=1, description="decay of the advantage's later terms (GAE); empty: by the spaces"
     )
@@ -94,7 +92,10 @@ class RlSettings(Settings):
         "four times as much ends an iteration's passes; 0: constant learning rate, no limit; empty: by the spaces",
     )
     entropy_coef: float | None = Field(
-        None, ge=0, le=10, description="weight of the entropy bonus in the loss; empty: by the spaces"
+        None,
+        ge=0,
+        le=10,
+        description="weight of the entropy bonus in the loss; empty: by the spaces, and more if most rewards are alike",
     )
     replay_size: int | None = Field(
         None,

@@ -25,7 +25,7 @@ class Choices:
     pipeline: bool = False
     max_iterations: int = 1000
     lr: float
-    gamma: float | None = None  # None: by progress and the longest episode, see `discount`
+    gamma: float = 0.99
     normalize: bool
     hidden_size: int
 
@@ -47,7 +47,6 @@ class OnPolicy(Choices):
 class OffPolicy(Choices):
     """Those of ALGORITHM=sac and dqn."""
 
-    gamma: float = 0.99
     replay_size: int
     learning_starts: int
     updates_per_step: float
@@ -55,7 +54,6 @@ class OffPolicy(Choices):
     n_step: int
 
 
-FIRST_HORIZON, MIN_HORIZON, MAX_HORIZON = 100.0, 50.0, 1000.0  # steps, of the discount by progress
 # common values of PPO
 PPO = OnPolicy(
     num_envs=16,
@@ -96,7 +94,6 @@ DEFAULTS: dict[Kind, OnPolicy | OffPolicy] = {
         epochs=1,
         minibatches=4,
         lr=1e-2,
-        gamma=0.99,
         gae_lambda=1.0,
         target_kl=0.0,
         normalize=False,
@@ -107,7 +104,7 @@ DEFAULTS: dict[Kind, OnPolicy | OffPolicy] = {
     # one number: wide noise that is held reaches states that no single action reaches
     "scalar": replace(PPO, num_envs=8, rollout_steps=128, target_kl=0.03, exploration="sde"),
     # several numbers: wide noise hides the effect of each
-    "continuous": PPO,
+    "continuous": replace(PPO, gamma=0.995),
     # the samples of two observers make minibatches of 256
     "pixels": replace(
         PPO,
@@ -115,7 +112,6 @@ DEFAULTS: dict[Kind, OnPolicy | OffPolicy] = {
         rollout_steps=128,
         epochs=4,
         lr=2.5e-4,
-        gamma=0.99,
         clip_ratio=0.1,
         target_kl=0.0,
         entropy_coef=0.01,
@@ -152,17 +148,6 @@ def kind(settings: RlSettings, spaces: Spaces) -> Kind:
     if not spaces.continuous:
         return "discrete"
     return "scalar" if spaces.action_shape == (1,) else "continuous"
-
-
-def discount(progress: float, longest: int) -> float:
-    """The discount after this share of the training, 0 to 1, of a task whose `longest` episode has so many steps.
-
-    Its horizon, 1 / (1 - discount) steps, grows from FIRST_HORIZON to the longest episode (François-Lavet et al. 2015):
-    with a far horizon from the start, a walker stands still, because to stay alive is worth more than to move.
-    """
-    last = min(max(longest, MIN_HORIZON), MAX_HORIZON)
-    first = min(FIRST_HORIZON, last)
-    return 1 - 1 / float(first ** (1 - progress) * last**progress)
 
 
 def choose(settings: RlSettings, spaces: Spaces) -> OnPolicy | OffPolicy:

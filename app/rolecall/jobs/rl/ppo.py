@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from rolecall import Context, Sharded
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.defaults import OnPolicy, discount
-from rolecall.jobs.rl.messages import PolicyState, Trajectory
+from rolecall.jobs.rl.defaults import OnPolicy
+from rolecall.jobs.rl.messages import Array, PolicyState, Trajectory
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
 from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
 
@@ -34,6 +34,7 @@ LR_DECAY_SHARE = 0.5  # last share of the training, in which the upper bound fal
 KL_STOP_FACTOR = 4.0  # times TARGET_KL: an iteration's passes end
 MIN_SIGNAL = 0.005  # of the returns, or of the rewards: smaller differences are mostly the critic's errors
 SHORT_ROLLOUTS = 4  # as long as all rewards are alike, rollouts have the steps of the defaults over this
+SPARSE_BONUS = 3.0  # if more than half of an iteration's rewards are alike, times the default of ENTROPY_COEF
 VALUE_COEF = 0.5  # of the value loss: PPO's usual half
 RETURN_STATISTICS_DECAY = 0.95  # of the mean and variance that normalise values
 MAX_GRAD_NORM = 0.5  # global norm that gradients are clipped to
@@ -86,8 +87,9 @@ class Ppo:
         self._threads = threads
         self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
-        self._gamma, self._found = 0.0, False  # whether rewards or ends have differed yet
+        self._found = False  # whether rewards or ends have differed yet
         self._rewards = math.inf, -math.inf  # the smallest and the largest yet
+        self._entropy_coef = choices.entropy_coef
         self._target_kl, self._max_rate = choices.target_kl, max(MAX_LR, choices.lr)
         self._shuffle = torch.Generator().manual_seed(settings.seed)
 
@@ -101,14 +103,12 @@ class Ppo:
             return max(1, steps // SHORT_ROLLOUTS)
         return steps
 
-    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
+    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
         """Makes the update of an iteration: EPOCHS passes of MINIBATCHES optimizer steps, fewer if the policy diverges
         or the advantages are noise.
 
-        `progress` is the completed share of the training, 0 to 1, which bounds the adaptive learning rate. The
-        discount depends on it and on `longest`, the steps that an episode may have, unless GAMMA is given.
+        `progress` is the completed share of the training, 0 to 1, which bounds the adaptive learning rate.
         """
-        self._gamma = discount(progress, longest) if self.choices.gamma is None else self.choices.gamma
         if self.model.normalizer is not None:
             for trajectory in trajectories:
                 seen = to_tensor(trajectory.observations[:-1][trajectory.experience], self.device)
@@ -121,7 +121,9 @@ class Ppo:
         explained = _explained(samples.returns[used], samples.values[used])
         advantages = samples.returns - samples.values
         deviation, mean = torch.std_mean(advantages[used], unbiased=False)
-        informed = self._informed(float(deviation), samples.returns[used], trajectories)
+        rewards = np.concatenate([trajectory.rewards[trajectory.experience] for trajectory in trajectories])
+        self._compare(rewards)
+        informed = self._informed(float(deviation), samples.returns[used], rewards)
         self._target_kl = self.choices.target_kl * informed
         self._normalise(samples.returns[used])
         samples.values = (advantages - mean) / (deviation + 1e-8)  # from here on, the advantages of the loss
@@ -133,18 +135,26 @@ class Ppo:
         means = Update(*(sums / max(steps, 1)).tolist())
         return means._replace(explained=explained, passes=steps / self._minibatches(samples))
 
-    def _informed(self, deviation: float, returns: Tensor, trajectories: Sequence[Trajectory]) -> float:
+    def _compare(self, rewards: Array) -> None:
+        """Chooses what goes by how the rewards [m] of an iteration differ.
+
+        If most are alike, few samples say what is good, and a policy that is certain of its actions finds no more.
+        """
+        self._rewards = min(self._rewards[0], float(rewards.min())), max(self._rewards[1], float(rewards.max()))
+        is_sparse = np.mean(rewards == np.median(rewards)) > 0.5  # what most are, the median is
+        adapts = self.settings.entropy_coef is None and self.choices.target_kl
+        self._entropy_coef = self.choices.entropy_coef * (SPARSE_BONUS if adapts and is_sparse else 1.0)
+
+    def _informed(self, deviation: float, returns: Tensor, rewards: Array) -> float:
         """How much of the advantages, with this standard deviation, is more than the critic's errors: 0 to 1.
 
         Normalised errors weigh as much as a signal, and would move a policy that cannot improve by TARGET_KL. Before
         the first signal they may: nothing is lost, and another policy may find rewards.
         """
-        rewards = np.concatenate([trajectory.rewards[trajectory.experience] for trajectory in trajectories])
         signal = max(
             deviation / (MIN_SIGNAL * float(returns.square().mean().sqrt()) + 1e-8),
             float(rewards.std()) / (MIN_SIGNAL * float(np.sqrt(np.square(rewards).mean())) + 1e-8),
         )
-        self._rewards = min(self._rewards[0], float(rewards.min())), max(self._rewards[1], float(rewards.max()))
         self._found = self._found or signal >= 1.0
         return min(1.0, signal**2) if self.choices.target_kl and self._found else 1.0
 
@@ -196,7 +206,7 @@ class Ppo:
 
     def _samples(self, trajectory: Trajectory) -> Samples:
         """The experience of a trajectory with the values of the model; not normalised."""
-        gamma, decay = self._gamma, self.choices.gae_lambda
+        gamma, decay = self.choices.gamma, self.choices.gae_lambda
         if self.model.state_size:
             return sequences_of(trajectory, self._values_of_sequences, gamma, decay, self.device)
         return steps_of(trajectory, self._values, gamma, decay, self.device)
@@ -260,9 +270,9 @@ class Ppo:
         policy_loss = -torch.min(ratio * advantages, clipped * advantages).sum() / count
         value_loss = nn.functional.smooth_l1_loss(values, returns, reduction="sum") / count
         loss = policy_loss + VALUE_COEF * value_loss
-        if self.choices.entropy_coef:
+        if self._entropy_coef:
             entropy = self.model.actions.entropy(parameters).sum() / count
-            loss = loss - self.choices.entropy_coef * entropy
+            loss = loss - self._entropy_coef * entropy
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         with torch.no_grad():
             entropy = self.model.actions.entropy(parameters).sum() / count

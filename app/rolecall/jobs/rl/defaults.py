@@ -102,7 +102,7 @@ DEFAULTS: dict[Kind, OnPolicy | OffPolicy] = {
     # without the entropy bonus, a policy that is seldom rewarded becomes certain before it has found what is rewarded
     "discrete": replace(PPO, rollout_steps=128, gamma=0.999, entropy_coef=0.01),
     # one number: wide noise that is held reaches states that no single action reaches
-    "scalar": replace(PPO, num_envs=8, rollout_steps=128, target_kl=0.03, exploration="sde"),
+    "scalar": replace(PPO, num_envs=8, rollout_steps=128, gamma=0.995, target_kl=0.03, exploration="sde"),
     # several numbers: wide noise hides the effect of each
     "continuous": replace(PPO, gamma=0.995),
     # the samples of two observers make minibatches of 256

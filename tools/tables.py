@@ -117,7 +117,9 @@ def choices() -> str:
     rows = [f"| setting | {' | '.join(DEFAULTS)} |", "| --- " * (len(DEFAULTS) + 1) + "|"]
     for name in dict.fromkeys(field.name for column in DEFAULTS.values() for field in fields(column)):
         values = (getattr(column, name, "") for column in DEFAULTS.values())
-        shown = (f"{value:d}" if isinstance(value, int) else str(value) for value in values)
+        shown = (
+            "grows" if value is None else f"{value:d}" if isinstance(value, int) else str(value) for value in values
+        )
         rows.append(f"| {name.upper()} | {' | '.join(shown)} |")
     return "\n".join(rows) + "\n"
 

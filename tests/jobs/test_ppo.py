@@ -15,7 +15,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch import Tensor, distributions, nn
 
 from rolecall.jobs.rl import messages, ppo
-from rolecall.jobs.rl.defaults import DEFAULTS, OnPolicy
+from rolecall.jobs.rl.defaults import DEFAULTS, OnPolicy, discount
 from rolecall.jobs.rl.distributions import StateDependent
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
 from rolecall.jobs.rl.ppo import SHORT_ROLLOUTS, SPARSE_BONUS, Ppo, Update
@@ -391,6 +391,19 @@ def test_rewards_that_differ_are_a_signal_in_returns_that_are_alike() -> None:
     dones = np.zeros_like(still.dones)  # the value of the last observation is that of a thousand rewards
     alive = changed(still, dones=dones, experience=np.ones_like(still.experience), rewards=still.rewards + 1000)
     assert learner.update([alive]).passes > 1
+
+
+@pytest.mark.parametrize(
+    ("progress", "longest", "horizon"),
+    [(0.0, 1000, 100), (0.5, 1000, 141.4), (1.0, 1000, 200), (1.0, 150, 150), (0.5, 150, 122.5), (0.5, 0, 50)],
+)
+def test_horizon_grows_with_progress_to_the_longest_episode(progress: float, longest: int, horizon: float) -> None:
+    assert 1 / (1 - discount(progress, longest)) == pytest.approx(horizon, rel=1e-3)
+    delayed = random_trajectory(1, spaces=spaces_of(VECTOR, CONTROLS))
+    given, chosen = make(VECTOR, CONTROLS, gamma=discount(progress, longest)), make(VECTOR, CONTROLS, gamma=None)
+    for learner in (given, chosen):
+        learner.update([delayed], progress, longest)
+    assert same(weights(given), weights(chosen))
 
 
 def test_an_older_policy_that_acted_is_no_divergence() -> None:

@@ -68,7 +68,9 @@ class RlSettings(Settings):
     max_steps: int = Field(
         0, ge=0, description="environment steps after which the job ends unsolved; 0: MAX_ITERATIONS alone"
     )
-    gamma: float | None = Field(None, ge=0, le=1, description="discount of the return, per step; empty: by the spaces")
+    gamma: float | None = Field(
+        None, ge=0, le=1, description="discount of the return, per step; empty: by the spaces, perhaps growing"
+    )
     gae_lambda: float | None = Field(
         None, ge=0, le=1, description="decay of the advantage's later terms (GAE); empty: by the spaces"
     )

@@ -25,7 +25,7 @@ class Choices:
     pipeline: bool = False
     max_iterations: int = 1000
     lr: float
-    gamma: float = 0.99
+    gamma: float | None = None  # None: by progress and the longest episode, see `discount`
     normalize: bool
     hidden_size: int
 
@@ -47,6 +47,7 @@ class OnPolicy(Choices):
 class OffPolicy(Choices):
     """Those of ALGORITHM=sac and dqn."""
 
+    gamma: float = 0.99
     replay_size: int
     learning_starts: int
     updates_per_step: float
@@ -54,6 +55,7 @@ class OffPolicy(Choices):
     n_step: int
 
 
+FIRST_HORIZON, MIN_HORIZON, MAX_HORIZON = 100.0, 50.0, 200.0  # steps, of the discount by progress
 # common values of PPO
 PPO = OnPolicy(
     num_envs=16,
@@ -94,6 +96,7 @@ DEFAULTS: dict[Kind, OnPolicy | OffPolicy] = {
         epochs=1,
         minibatches=4,
         lr=1e-2,
+        gamma=0.99,
         gae_lambda=1.0,
         target_kl=0.0,
         normalize=False,
@@ -102,9 +105,9 @@ DEFAULTS: dict[Kind, OnPolicy | OffPolicy] = {
     # without the entropy bonus, a policy that is seldom rewarded becomes certain before it has found what is rewarded
     "discrete": replace(PPO, rollout_steps=128, gamma=0.999, entropy_coef=0.01),
     # one number: wide noise that is held reaches states that no single action reaches
-    "scalar": replace(PPO, num_envs=8, rollout_steps=128, gamma=0.995, target_kl=0.03, exploration="sde"),
+    "scalar": replace(PPO, num_envs=8, rollout_steps=128, target_kl=0.03, exploration="sde"),
     # several numbers: wide noise hides the effect of each
-    "continuous": replace(PPO, gamma=0.995),
+    "continuous": PPO,
     # the samples of two observers make minibatches of 256
     "pixels": replace(
         PPO,
@@ -112,6 +115,7 @@ DEFAULTS: dict[Kind, OnPolicy | OffPolicy] = {
         rollout_steps=128,
         epochs=4,
         lr=2.5e-4,
+        gamma=0.99,
         clip_ratio=0.1,
         target_kl=0.0,
         entropy_coef=0.01,
@@ -148,6 +152,18 @@ def kind(settings: RlSettings, spaces: Spaces) -> Kind:
     if not spaces.continuous:
         return "discrete"
     return "scalar" if spaces.action_shape == (1,) else "continuous"
+
+
+def discount(progress: float, longest: int) -> float:
+    """The discount after this share of the training, 0 to 1, of a task whose `longest` episode has so many steps.
+
+    Its horizon, 1 / (1 - discount) steps, grows from FIRST_HORIZON to the longest episode, or MAX_HORIZON
+    (François-Lavet et al. 2015): with a far horizon from the start, a walker stands still, because to stay alive is
+    worth more than to move.
+    """
+    last = min(max(longest, MIN_HORIZON), MAX_HORIZON)
+    first = min(FIRST_HORIZON, last)
+    return 1 - 1 / float(first ** (1 - progress) * last**progress)
 
 
 def choose(settings: RlSettings, spaces: Spaces) -> OnPolicy | OffPolicy:

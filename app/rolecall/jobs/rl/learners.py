@@ -43,8 +43,10 @@ class Learner(Protocol):
         """The steps of each environment in the next rollouts."""
         ...
 
-    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
-        """Learns from the trajectories of an iteration; `progress` is the completed share of the training, 0 to 1."""
+    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
+        """Learns from the trajectories of an iteration; `progress` is the completed share of the training, 0 to 1, and
+        `longest` the steps that an episode may have, on which a discount that grows depends.
+        """
         ...
 
     def policy_state(self) -> PolicyState:

@@ -72,7 +72,7 @@ class OffPolicyLearner:
         self._draws = torch.Generator().manual_seed(settings.seed)  # on the CPU, as the buffer
         self._begin(spaces)
 
-    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
+    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
         """Adds the trajectories to the replay buffer, and makes UPDATES_PER_STEP optimizer steps for each of their
         steps, after the first LEARNING_STARTS.
         """

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rolecall import Context, Sharded
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.defaults import OnPolicy
+from rolecall.jobs.rl.defaults import OnPolicy, discount
 from rolecall.jobs.rl.messages import Array, PolicyState, Trajectory
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
 from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
@@ -87,7 +87,7 @@ class Ppo:
         self._threads = threads
         self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
-        self._found = False  # whether rewards or ends have differed yet
+        self._gamma, self._found = 0.0, False  # whether rewards or ends have differed yet
         self._rewards = math.inf, -math.inf  # the smallest and the largest yet
         self._entropy_coef = choices.entropy_coef
         self._target_kl, self._max_rate = choices.target_kl, max(MAX_LR, choices.lr)
@@ -103,12 +103,14 @@ class Ppo:
             return max(1, steps // SHORT_ROLLOUTS)
         return steps
 
-    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
+    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
         """Makes the update of an iteration: EPOCHS passes of MINIBATCHES optimizer steps, fewer if the policy diverges
         or the advantages are noise.
 
-        `progress` is the completed share of the training, 0 to 1, which bounds the adaptive learning rate.
+        `progress` is the completed share of the training, 0 to 1, which bounds the adaptive learning rate. The
+        discount depends on it and on `longest`, the steps that an episode may have, unless GAMMA is given.
         """
+        self._gamma = discount(progress, longest) if self.choices.gamma is None else self.choices.gamma
         if self.model.normalizer is not None:
             for trajectory in trajectories:
                 seen = to_tensor(trajectory.observations[:-1][trajectory.experience], self.device)
@@ -206,7 +208,7 @@ class Ppo:
 
     def _samples(self, trajectory: Trajectory) -> Samples:
         """The experience of a trajectory with the values of the model; not normalised."""
-        gamma, decay = self.choices.gamma, self.choices.gae_lambda
+        gamma, decay = self._gamma, self.choices.gae_lambda
         if self.model.state_size:
             return sequences_of(trajectory, self._values_of_sequences, gamma, decay, self.device)
         return steps_of(trajectory, self._values, gamma, decay, self.device)

@@ -179,7 +179,7 @@ class Agent:
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Updates the policy. Returns the values of the gauges of the update."""
         with self.context.timer() as timer:
-            update = self.learner.update(trajectories, self._progress())
+            update = self.learner.update(trajectories, self._progress(), self.score.longest_episode)
         self.metrics.rl_update_seconds.observe(timer.seconds)
         gauges = update.gauges()
         self.context.require_finite(

@@ -70,6 +70,11 @@ class Score:
         return float(np.mean(self.lengths)) if self.lengths else 0.0
 
     @property
+    def longest_episode(self) -> int:
+        """The steps that an episode may have, or, if they are not bounded, the most of one of the last episodes."""
+        return self.longest or max(self.lengths, default=0)
+
+    @property
     def value(self) -> float | None:
         """The value that is compared with the threshold; None before the first episode has ended."""
         return self.running if self.solved_by == "running" and self.updates else self.mean

@@ -76,8 +76,9 @@ class Pair:
         return [f"torch=={self.torch}", "torchvision", *(["--extra-index-url", index] if index else [])]
 
 
-# the oldest with the oldest, the newest with the newest, and each version in between once
-PAIRS = (Pair("2.13.0", "3.11"), Pair("2.14.1", "3.12"), Pair("2.15.0", "3.13"))
+# The oldest with the oldest, the newest with the newest, and each version in between once. There is a Python more than
+# versions of torch, so the newest torch, which pip installs, has two.
+PAIRS = (Pair("2.13.0", "3.11"), Pair("2.14.1", "3.12"), Pair("2.15.0", "3.13"), Pair("2.15.0", "3.14"))
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,14 @@ def test_no_setting_of_rolecalls_is_anothers(name: str) -> None:
         Job([LEAD], cls)
 
 
+def test_annotations_may_be_evaluated_when_they_are_read() -> None:
+    """As Python 3.14 does in a file without the import of `annotations`."""
+    names: dict[str, Any] = {"Settings": Settings, "__name__": __name__}
+    exec(compile("class Own(Settings):\n    seed: int = 3\n", "own.py", "exec", dont_inherit=True), names)
+    with pytest.raises(UsageError, match=r"^Own\.seed: Rolecall has a setting SEED already"):
+        Job([LEAD], names["Own"])
+
+
 @pytest.mark.parametrize(
     ("roles", "problem"),
     [

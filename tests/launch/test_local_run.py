@@ -23,9 +23,16 @@ from rolecall.launch.rank_process import INTERRUPTED, RankProcess
 from rolecall.record import rundir
 
 DEADLINE = 60  # seconds; a fail-safe
-ENDS = (
-    "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nprint('up', flush=True)\nsignal.pause()"
-)
+# ends at SIGTERM, also at one between the line of its output and its wait
+ENDS = """
+import os, signal, sys
+awakened, waker = os.pipe()
+os.set_blocking(waker, False)
+signal.set_wakeup_fd(waker)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print("up", flush=True)
+os.read(awakened, 1)
+"""
 
 
 @pytest.fixture

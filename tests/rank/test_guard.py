@@ -33,6 +33,15 @@ def run(directory: Path, *actions: str) -> tuple[subprocess.Popen[str], Path]:
 
 
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+# exits with code 5 at a signal, also at one between the line of its output and its wait
+HANDLES = """
+awakened, waker = os.pipe()
+os.set_blocking(waker, False)
+signal.set_wakeup_fd(waker)
+signal.signal({number}, lambda *_: sys.exit(5))
+print("there", flush=True)
+os.read(awakened, 1)
+"""
 
 
 @pytest.mark.parametrize(
@@ -54,8 +63,7 @@ def test_a_crash_is_restarted_until_there_were_too_many(tmp_path: Path, actions:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_and_is_no_crash(tmp_path: Path, number: signal.Signals) -> None:
-    handles = f"signal.signal({int(number)}, lambda *_: sys.exit(5)); print('there', flush=True); signal.pause()"
-    process, starts = run(tmp_path, handles)
+    process, starts = run(tmp_path, HANDLES.format(number=int(number)))
     assert process.stdout is not None
     assert process.stdout.readline() == "there\n"
     process.send_signal(number)

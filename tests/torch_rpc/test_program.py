@@ -117,6 +117,13 @@ def test_a_function_that_cannot_be_called(write: Write) -> None:
     assert "must take a rank and a world size, and 4: too many" in problem("prog.py:run", "-- 4")
 
 
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="the definition evaluates the annotations")
+def test_annotations_may_name_what_is_not_imported(write: Write) -> None:
+    write("def run(rank: Rank, world_size: Size): pass\n\ndef one(rank: Rank): pass\n")
+    Program("prog.py:run").check(Settings(), 2)
+    assert problem("prog.py:one").startswith("prog.py:3: one(rank: Rank) must take a rank and a world size")
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("json.py", "a module 'json' exists already"), ("a-b.py", "rename the file")]
 )

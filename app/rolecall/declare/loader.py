@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
+import inspect
 import keyword
 import re
 import site
@@ -21,6 +23,12 @@ TEST = re.compile(r"test_.*\.py|.*_test\.py|conftest\.py")  # files that are pyt
 PACKAGE = Path(__file__).absolute().parents[1]
 _INSTALLED = (*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 LIBRARIES = {folder for path in _INSTALLED for folder in (Path(path), Path(path).resolve())}  # a venv may be a link
+if sys.version_info >= (3, 14):  # a function's annotations may name what only type checkers import
+    from annotationlib import Format
+
+    signature = functools.partial(inspect.signature, annotation_format=Format.FORWARDREF)
+else:
+    signature = inspect.signature
 
 
 def is_file(target: str) -> bool:

@@ -155,7 +155,7 @@ class _Body:
         """Raises UsageError if `method` cannot take the arguments of `call` after the first `at`."""
         if any(isinstance(each, ast.Starred) for each in call.args) or any(each.arg is None for each in call.keywords):
             return  # how many there are is not known
-        signature = inspect.signature(method)
+        signature = loader.signature(method)
         try:
             signature.bind(None, *call.args[at:], **{str(each.arg): each.value for each in call.keywords})
         except TypeError as error:

@@ -142,7 +142,7 @@ class Job:
             yield f"Job(settings={cls!r}): is not a subclass of rolecall.Settings"
             return
         below = cls.__mro__[: cls.__mro__.index(Settings)]
-        declared = {name for base in below for name in vars(base).get("__annotations__", ())}
+        declared = {name for base in below for name in inspect.get_annotations(base)}
         for name in declared & set(Settings.model_fields):
             yield f"{cls.__name__}.{name}: Rolecall has a setting {name.upper()} already; choose another name"
         for name, field in cls.model_fields.items():

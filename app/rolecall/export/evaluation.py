@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ValidationError, create_model
 
 from rolecall import fields
-from rolecall.declare import registry
+from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job
 from rolecall.errors import UsageError
 from rolecall.export import saved
@@ -92,7 +92,7 @@ def _function(job: Job, name: str, called: str) -> Callable[..., Any]:
 def _options(function: Callable[..., Any], name: str, reserved: Collection[str]) -> type[BaseModel]:
     """The keyword-only parameters of a job's function as a model's fields. Raises UsageError for `reserved` names."""
     kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [each for each in inspect.signature(function).parameters.values() if each.kind is kind]
+    parameters = [each for each in loader.signature(function).parameters.values() if each.kind is kind]
     for parameter in parameters:
         if parameter.name in reserved:
             raise UsageError(f"{name}: {saved.flag(parameter.name)} means something else; choose another name")

@@ -28,14 +28,16 @@ from rolecall.rank import descendants
 MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
 ADOPTING = "rolecall.rank.adopting"  # a name: its import prepares a process to be the fork server
 KILL_SECONDS = 5.0  # until a killed process has exited
-MAIN_PARAMETERS = ["listener_fd", "alive_r", "preload", "main_path", "sys_path"]
+MAIN_PARAMETERS = {"listener_fd", "alive_r", "preload", "main_path", "sys_path", "sys_argv", "authkey_r"}
+KEY_BYTES = 32  # of the key by which the fork server knows its clients
 SLICE_SECONDS = 0.5  # longer pauses of this process do not count as waiting
 context = multiprocessing.get_context("forkserver")
 spared = set[int]()  # children of this process that `end` does not kill
 # The public API has neither the fork server's process ID, nor its pipe, nor a fork instead of a new interpreter. Used:
 # `_forkserver` (the one server of this process), its `_forkserver_pid` (to signal it, to wait for it, and to find what
 # workers leave behind), `_forkserver_address` and `_forkserver_alive_fd` (set by `start_as_fork`, withheld from workers
-# by `_keep_alive_fd`), and `main` (run by `start_as_fork`, if it has MAIN_PARAMETERS).
+# by `_keep_alive_fd`), `_forkserver_authkey` (from Python 3.14 on; set by `start_as_fork`), and `main` (run by
+# `start_as_fork`, if it has no other parameters than MAIN_PARAMETERS, of which Python 3.14 has added the last two).
 _server: Any = multiprocessing.forkserver._forkserver
 _preload = [ADOPTING]  # of a fork server of workers
 _imported: list[str] = []  # by the running fork server
@@ -87,7 +89,8 @@ def start_as_fork(preload: Sequence[str], withheld: Sequence[int] = ()) -> None:
     """Starts the fork server as a fork of this process, which has one thread; not with its file descriptors `withheld`.
     The first module of `preload` has a function `end`, which the fork server calls last. Raises OSError."""
     global _imported
-    if [*inspect.signature(multiprocessing.forkserver.main).parameters] != MAIN_PARAMETERS:
+    parameters = inspect.signature(multiprocessing.forkserver.main).parameters
+    if not MAIN_PARAMETERS.issuperset(parameters):
         ensure_running(preload)  # a later version of Python, with another `main`
         return
     _imported = [*preload]
@@ -97,20 +100,32 @@ def start_as_fork(preload: Sequence[str], withheld: Sequence[int] = ()) -> None:
         Path(address).chmod(0o600)
         listener.listen()
         alive, ours = os.pipe()
+        key = os.urandom(KEY_BYTES)
+        options: dict[str, Any] = {"authkey_r": readable(key)} if "authkey_r" in parameters else {}
         pid = os.fork()
         if not pid:
             for descriptor in (ours, *withheld):
                 os.close(descriptor)
             try:
-                multiprocessing.forkserver.main(listener.detach(), alive, _imported)
+                multiprocessing.forkserver.main(listener.detach(), alive, _imported, **options)
             except Exception:  # of a module of the user's
                 traceback.print_exc()
             finally:
                 importlib.import_module(_imported[0]).end()
                 os._exit(0)
-    os.close(alive)
+    for descriptor in (alive, *options.values()):
+        os.close(descriptor)
     _server._forkserver_address, _server._forkserver_alive_fd, _server._forkserver_pid = address, ours, pid
+    _server._forkserver_authkey = key
     _keep_alive_fd()
+
+
+def readable(content: bytes) -> int:
+    """A file descriptor from which `content`, which fits into a pipe, is read."""
+    ours, theirs = os.pipe()
+    os.write(theirs, content)
+    os.close(theirs)
+    return ours
 
 
 def ensure_running(preload: Sequence[str]) -> None:

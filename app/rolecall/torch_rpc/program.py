@@ -105,7 +105,7 @@ class Program:
             problem = "is missing" if function is None else "is not callable"
             raise UsageError(f"{self.target}: the function {self.function} {problem}")
         try:
-            signature = inspect.signature(function)
+            signature = loader.signature(function)
             signature.bind(0, 1, *values)
         except ValueError:  # one of C has none
             pass

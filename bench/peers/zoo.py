@@ -115,6 +115,11 @@ PPO = {
         normalize=True, relu=True,
         network={"log_std_init": -2, "ortho_init": False, "net_arch": {"pi": [256, 256], "vf": [256, 256]}},
     ),
+    "InvertedDoublePendulum-v5": Published(
+        {"batch_size": 512, "n_steps": 128, "gamma": 0.98, "learning_rate": 1.55454e-4, "ent_coef": 1.05057e-6,
+         "clip_range": 0.4, "n_epochs": 10, "gae_lambda": 0.8, "max_grad_norm": 0.5, "vf_coef": 0.695929},
+        normalize=True,
+    ),
     "Swimmer-v5": Published(
         {"gamma": 0.9999, "n_steps": 1024, "batch_size": 256, "learning_rate": 6e-4, "gae_lambda": 0.98},
         n_envs=4, normalize=True,

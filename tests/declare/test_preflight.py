@@ -143,6 +143,13 @@ def test_what_no_worker_could_do_is_a_line_of_the_file(line: str, problem: str) 
     assert str(raised.value).startswith(f"given.py:{PLACE}: {problem}")
 
 
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="the definition evaluates the annotations")
+def test_annotations_may_name_what_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.HEAD", HEAD.replace("def add(self, n,", "def add(self, n: Missing,"))
+    with pytest.raises(UsageError, match=r"Tally\.add\(.*: missing a required argument: 'n'"):
+        look("context.call_all(Tally.add)")
+
+
 def test_steps_of_a_function_that_is_called_with_a_context_are_left_to_the_worker() -> None:
     """Whoever calls it may have restored the state."""
     look(helped="list(peers.steps(3))")

@@ -155,6 +155,14 @@ def test_unknown_option_is_refused(evaluated: Evaluate, words: tuple[str, ...], 
     assert evaluated("return {}", *words) == (USAGE, "", f"rolecall: {line}\n")
 
 
+def test_only_the_types_of_options_are_evaluated(evaluated: Evaluate) -> None:
+    """Those of other parameters may name what only type checkers import."""
+    code, out, _ = evaluated(
+        "return {'digits': digits}", "--json", instead=("settings, state, *, d", "settings: 'Missing', state, *, d")
+    )
+    assert (code, json.loads(out)) == (0, {"digits": 3})
+
+
 def test_an_option_cannot_be_one_of_the_commands_arguments(evaluated: Evaluate) -> None:
     code, out, err = evaluated("return {}", instead=("table: Path", "json: Path"))
     assert (code, out, err) == (USAGE, "", "rolecall: pi: --json means something else; choose another name\n")

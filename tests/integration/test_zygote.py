@@ -145,6 +145,19 @@ def test_a_zygote_that_is_ended_while_a_fork_begins_has_no_successor() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=DEADLINE).returncode == 0
 
 
+def test_the_zygote_imports_nothing_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("open('imported', 'w').close()\n")
+    (tmp_path / "starter.py").write_text(
+        "from rolecall.rank.zygote import Zygote\n"
+        "if __name__ == '__main__':\n"
+        "    with Zygote() as zygote:\n"
+        "        raise SystemExit(zygote.call(['--version'], 60))\n"
+    )
+    program = [sys.executable, "-m", "starter"]
+    assert subprocess.run(program, cwd=tmp_path, timeout=DEADLINE, check=False).returncode == 0
+    assert not (tmp_path / "imported").exists()
+
+
 def test_run_survives_the_death_of_its_zygote(tmp_path: Path) -> None:
     """Its ranks end with the zygote, and are restarted without it."""
     with running(tmp_path, "tests/integration/dartboard.py") as (run, lines):

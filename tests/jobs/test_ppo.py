@@ -369,15 +369,17 @@ def test_rollouts_are_short_as_long_as_all_rewards_are_alike() -> None:
     assert resumed.rollout_steps == chosen.rollout_steps
 
 
-@pytest.mark.parametrize(("alike", "given", "factor"), [(0.6, None, SPARSE_BONUS), (0.4, None, 1.0), (0.6, 0.02, 1.0)])
-def test_entropy_bonus_is_larger_if_most_rewards_are_alike(alike: float, given: float | None, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("alike", "target_kl", "factor"), [(0.6, 0.01, SPARSE_BONUS), (0.4, 0.01, 1.0), (0.6, 0.0, 1.0)]
+)
+def test_entropy_bonus_is_larger_if_most_rewards_are_alike(alike: float, target_kl: float, factor: float) -> None:
     base, trajectory = DEFAULTS["discrete"], random_trajectory(1)
     assert isinstance(base, OnPolicy)
     paid = np.random.default_rng(0).normal(size=trajectory.rewards.shape).astype(np.float32)
     used = np.flatnonzero(trajectory.experience)
     paid.flat[used[: int(alike * len(used))]] = -1
-    chosen = make(target_kl=0.01, entropy_coef=given)
-    fixed = make(target_kl=0.01, entropy_coef=(base.entropy_coef if given is None else given) * factor)
+    chosen = make(target_kl=target_kl, entropy_coef=None)
+    fixed = make(target_kl=target_kl, entropy_coef=base.entropy_coef * factor)
     for learner in (chosen, fixed):
         learner.update([changed(trajectory, rewards=np.where(trajectory.experience, paid, 0))])
     assert same(weights(chosen), weights(fixed))

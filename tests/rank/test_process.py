@@ -338,7 +338,7 @@ def test_a_fork_server_that_was_killed_is_no_fault_of_its_worker(
     """As by the kernel, if memory runs out."""
     (tmp_path / "greedy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)  # which the fork server gets from Python 3.14 on
+    monkeypatch.syspath_prepend(tmp_path)  # which later releases of Python pass to the fork server
     monkeypatch.setattr(fork_server, "MAIN", "greedy")
 
     async def play() -> WorkerStatus:

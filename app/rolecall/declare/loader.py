@@ -23,12 +23,13 @@ TEST = re.compile(r"test_.*\.py|.*_test\.py|conftest\.py")  # files that are pyt
 PACKAGE = Path(__file__).absolute().parents[1]
 _INSTALLED = (*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 LIBRARIES = {folder for path in _INSTALLED for folder in (Path(path), Path(path).resolve())}  # a venv may be a link
-if sys.version_info >= (3, 14):  # a function's annotations may name what only type checkers import
-    from annotationlib import Format
+if sys.version_info >= (3, 14):  # annotations may name what only type checkers import
+    import annotationlib
 
-    signature = functools.partial(inspect.signature, annotation_format=Format.FORWARDREF)
+    signature = functools.partial(inspect.signature, annotation_format=annotationlib.Format.FORWARDREF)
+    annotations_of = functools.partial(annotationlib.get_annotations, format=annotationlib.Format.FORWARDREF)
 else:
-    signature = inspect.signature
+    signature, annotations_of = inspect.signature, inspect.get_annotations
 
 
 def is_file(target: str) -> bool:

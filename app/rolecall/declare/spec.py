@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.config import Settings
+from rolecall.declare import loader
 from rolecall.errors import UsageError
 from rolecall.fields import is_secret
 from rolecall.telemetry import SHARED, Metric
@@ -142,7 +143,7 @@ class Job:
             yield f"Job(settings={cls!r}): is not a subclass of rolecall.Settings"
             return
         below = cls.__mro__[: cls.__mro__.index(Settings)]
-        declared = {name for base in below for name in inspect.get_annotations(base)}
+        declared = {name for base in below for name in loader.annotations_of(base)}
         for name in declared & set(Settings.model_fields):
             yield f"{cls.__name__}.{name}: Rolecall has a setting {name.upper()} already; choose another name"
         for name, field in cls.model_fields.items():

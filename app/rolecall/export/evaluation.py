@@ -7,6 +7,7 @@ import argparse
 import inspect
 import json
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ValidationError, create_model
@@ -97,7 +98,9 @@ def _options(function: Callable[..., Any], name: str, reserved: Collection[str])
         if parameter.name in reserved:
             raise UsageError(f"{name}: {saved.flag(parameter.name)} means something else; choose another name")
     with UsageError.wrap(f"{name}: the types of {function.__name__} do not determine its options"):
-        hints = get_type_hints(function, include_extras=True) if parameters else {}
+        given = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
+        names = getattr(inspect.unwrap(function), "__globals__", {})
+        hints = get_type_hints(SimpleNamespace(__annotations__=given), names, include_extras=True)
         described: dict[str, Any] = {
             each.name: (hints.get(each.name, str), ... if each.default is each.empty else each.default)
             for each in parameters

@@ -37,7 +37,7 @@ spared = set[int]()  # children of this process that `end` does not kill
 # `_forkserver` (the one server of this process), its `_forkserver_pid` (to signal it, to wait for it, and to find what
 # workers leave behind), `_forkserver_address` and `_forkserver_alive_fd` (set by `start_as_fork`, withheld from workers
 # by `_keep_alive_fd`), `_forkserver_authkey` (from Python 3.14 on; set by `start_as_fork`), and `main` (run by
-# `start_as_fork`, if it has no other parameters than MAIN_PARAMETERS, of which Python 3.14 has added the last two).
+# `start_as_fork`, if it has no other parameters than MAIN_PARAMETERS, of which later releases have added the last two).
 _server: Any = multiprocessing.forkserver._forkserver
 _preload = [ADOPTING]  # of a fork server of workers
 _imported: list[str] = []  # by the running fork server
@@ -107,7 +107,9 @@ def start_as_fork(preload: Sequence[str], withheld: Sequence[int] = ()) -> None:
             for descriptor in (ours, *withheld):
                 os.close(descriptor)
             try:
-                multiprocessing.forkserver.main(listener.detach(), alive, _imported, **options)
+                multiprocessing.forkserver.main(
+                    listener_fd=listener.detach(), alive_r=alive, preload=_imported, **options
+                )
             except Exception:  # of a module of the user's
                 traceback.print_exc()
             finally:

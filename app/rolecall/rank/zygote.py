@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker  # undocumented: `ensure_running`, so that it starts with SIGINT blocked
 from multiprocessing.reduction import DupFd  # undocumented: passes a file descriptor to the forked process
 from pathlib import Path
@@ -128,8 +128,7 @@ class Zygote:
         resource_tracker.ensure_running()  # before the zygote, which unblocks SIGINT once it ignores it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            # no module of the working directory may replace a library's module
-            with config.exported_for_a_moment(PYTHONSAFEPATH="1"):
+            with _without_working_directory():
                 if withheld is None:
                     fork_server.ensure_running(self._preload)
                 else:
@@ -229,6 +228,20 @@ class Command:
         finally:
             sys.stdout.flush()
             os._exit(code)  # at its exit, an interpreter tears torch down, slowly
+
+
+@contextlib.contextmanager
+def _without_working_directory() -> Iterator[None]:
+    """Within the block, the path of a fork server that starts does not begin with the working directory, whose modules
+    may replace no library's: it goes by the variable, and in later releases of Python by the path of this process.
+    """
+    first = sys.path.pop(0) if not sys.flags.safe_path and sys.path[:1] in ([""], [str(Path.cwd())]) else None
+    try:
+        with config.exported_for_a_moment(PYTHONSAFEPATH="1"):
+            yield
+    finally:
+        if first is not None:
+            sys.path.insert(0, first)
 
 
 def _poll(fd: int, seconds: float) -> bool:

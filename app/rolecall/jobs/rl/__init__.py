@@ -97,7 +97,8 @@ class RlSettings(Settings):
         None,
         ge=0,
         le=10,
-        description="weight of the entropy bonus in the loss; empty: by the spaces, and more if most rewards are alike",
+        description="weight of the entropy bonus in the loss; empty: by the spaces, and more if TARGET_KL > 0 and "
+        "most rewards are alike",
     )
     replay_size: int | None = Field(
         None,

@@ -138,9 +138,10 @@ class Ppo:
         return means._replace(explained=explained, passes=steps / self._minibatches(samples))
 
     def _compare(self, rewards: Array) -> None:
-        """Chooses what goes by how the rewards [m] of an iteration differ.
+        """Updates the range of the rewards, which `rollout_steps` depends on, and the weight of the entropy bonus.
 
-        If most are alike, few samples say what is good, and a policy that is certain of its actions finds no more.
+        If most rewards [m] of an iteration are alike, few samples say what is good, and a policy that is certain of its
+        actions finds no more.
         """
         self._rewards = min(self._rewards[0], float(rewards.min())), max(self._rewards[1], float(rewards.max()))
         is_sparse = np.mean(rewards == np.median(rewards)) > 0.5  # what most are, the median is

@@ -15,10 +15,10 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch import Tensor, distributions, nn
 
 from rolecall.jobs.rl import messages, ppo
-from rolecall.jobs.rl.defaults import DEFAULTS, OnPolicy, discount
+from rolecall.jobs.rl.defaults import DEFAULTS, discount
 from rolecall.jobs.rl.distributions import StateDependent
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
-from rolecall.jobs.rl.ppo import SHORT_ROLLOUTS, SPARSE_BONUS, Ppo, Update
+from rolecall.jobs.rl.ppo import SHORT_ROLLOUTS, Ppo, Update
 from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import TWO, changed, make, random_trajectory, same, spaces_of, weights, with_sgd
 
@@ -367,22 +367,6 @@ def test_rollouts_are_short_as_long_as_all_rewards_are_alike() -> None:
     resumed = make(target_kl=0.01, rollout_steps=None)
     resumed.load_state_dict(chosen.state_dict())
     assert resumed.rollout_steps == chosen.rollout_steps
-
-
-@pytest.mark.parametrize(
-    ("alike", "target_kl", "factor"), [(0.6, 0.01, SPARSE_BONUS), (0.4, 0.01, 1.0), (0.6, 0.0, 1.0)]
-)
-def test_entropy_bonus_is_larger_if_most_rewards_are_alike(alike: float, target_kl: float, factor: float) -> None:
-    base, trajectory = DEFAULTS["discrete"], random_trajectory(1)
-    assert isinstance(base, OnPolicy)
-    paid = np.random.default_rng(0).normal(size=trajectory.rewards.shape).astype(np.float32)
-    used = np.flatnonzero(trajectory.experience)
-    paid.flat[used[: int(alike * len(used))]] = -1
-    chosen = make(target_kl=target_kl, entropy_coef=None)
-    fixed = make(target_kl=target_kl, entropy_coef=base.entropy_coef * factor)
-    for learner in (chosen, fixed):
-        learner.update([changed(trajectory, rewards=np.where(trajectory.experience, paid, 0))])
-    assert same(weights(chosen), weights(fixed))
 
 
 def test_rewards_that_differ_are_a_signal_in_returns_that_are_alike() -> None:

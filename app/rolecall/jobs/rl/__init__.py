@@ -94,11 +94,7 @@ class RlSettings(Settings):
         "four times as much ends an iteration's passes; 0: constant learning rate, no limit; empty: by the spaces",
     )
     entropy_coef: float | None = Field(
-        None,
-        ge=0,
-        le=10,
-        description="weight of the entropy bonus in the loss; empty: by the spaces, and more if TARGET_KL > 0 and "
-        "most rewards are alike",
+        None, ge=0, le=10, description="weight of the entropy bonus in the loss; empty: by the spaces"
     )
     replay_size: int | None = Field(
         None,

@@ -34,7 +34,6 @@ LR_DECAY_SHARE = 0.5  # last share of the training, in which the upper bound fal
 KL_STOP_FACTOR = 4.0  # times TARGET_KL: an iteration's passes end
 MIN_SIGNAL = 0.005  # of the returns, or of the rewards: smaller differences are mostly the critic's errors
 SHORT_ROLLOUTS = 4  # as long as all rewards are alike, rollouts have the steps of the defaults over this
-SPARSE_BONUS = 3.0  # if more than half of an iteration's rewards are alike, times the default of ENTROPY_COEF
 VALUE_COEF = 0.5  # of the value loss: PPO's usual half
 RETURN_STATISTICS_DECAY = 0.95  # of the mean and variance that normalise values
 MAX_GRAD_NORM = 0.5  # global norm that gradients are clipped to
@@ -89,7 +88,6 @@ class Ppo:
         self._mean, self._square = 0.0, 1.0
         self._gamma, self._found = 0.0, False  # whether rewards or ends have differed yet
         self._rewards = math.inf, -math.inf  # the smallest and the largest yet
-        self._entropy_coef = choices.entropy_coef
         self._target_kl, self._max_rate = choices.target_kl, max(MAX_LR, choices.lr)
         self._shuffle = torch.Generator().manual_seed(settings.seed)
 
@@ -124,7 +122,7 @@ class Ppo:
         advantages = samples.returns - samples.values
         deviation, mean = torch.std_mean(advantages[used], unbiased=False)
         rewards = np.concatenate([trajectory.rewards[trajectory.experience] for trajectory in trajectories])
-        self._compare(rewards)
+        self._rewards = min(self._rewards[0], float(rewards.min())), max(self._rewards[1], float(rewards.max()))
         informed = self._informed(float(deviation), samples.returns[used], rewards)
         self._target_kl = self.choices.target_kl * informed
         self._normalise(samples.returns[used])
@@ -136,17 +134,6 @@ class Ppo:
         self.optimizer_steps += steps
         means = Update(*(sums / max(steps, 1)).tolist())
         return means._replace(explained=explained, passes=steps / self._minibatches(samples))
-
-    def _compare(self, rewards: Array) -> None:
-        """Updates the range of the rewards, which `rollout_steps` depends on, and the weight of the entropy bonus.
-
-        If most rewards [m] of an iteration are alike, few samples say what is good, and a policy that is certain of its
-        actions finds no more.
-        """
-        self._rewards = min(self._rewards[0], float(rewards.min())), max(self._rewards[1], float(rewards.max()))
-        is_sparse = np.mean(rewards == np.median(rewards)) > 0.5  # what most are, the median is
-        adapts = self.settings.entropy_coef is None and self.choices.target_kl
-        self._entropy_coef = self.choices.entropy_coef * (SPARSE_BONUS if adapts and is_sparse else 1.0)
 
     def _informed(self, deviation: float, returns: Tensor, rewards: Array) -> float:
         """How much of the advantages, with this standard deviation, is more than the critic's errors: 0 to 1.
@@ -273,9 +260,9 @@ class Ppo:
         policy_loss = -torch.min(ratio * advantages, clipped * advantages).sum() / count
         value_loss = nn.functional.smooth_l1_loss(values, returns, reduction="sum") / count
         loss = policy_loss + VALUE_COEF * value_loss
-        if self._entropy_coef:
+        if self.choices.entropy_coef:
             entropy = self.model.actions.entropy(parameters).sum() / count
-            loss = loss - self._entropy_coef * entropy
+            loss = loss - self.choices.entropy_coef * entropy
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         with torch.no_grad():
             entropy = self.model.actions.entropy(parameters).sum() / count

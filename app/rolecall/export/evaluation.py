@@ -98,6 +98,7 @@ def _options(function: Callable[..., Any], name: str, reserved: Collection[str])
         if parameter.name in reserved:
             raise UsageError(f"{name}: {saved.flag(parameter.name)} means something else; choose another name")
     with UsageError.wrap(f"{name}: the types of {function.__name__} do not determine its options"):
+        # of the options alone: other parameters may name what only type checkers import
         given = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
         names = getattr(inspect.unwrap(function), "__globals__", {})
         hints = get_type_hints(SimpleNamespace(__annotations__=given), names, include_extras=True)

@@ -83,6 +83,14 @@ def test_ranks_are_dealt_out_in_order_unless_their_role_has_hosts() -> None:
     asyncio.run(run.close())
 
 
+def test_closing_again_closes_nothing_else() -> None:
+    run = hosts.Hosts(hosts.Placement(("a",), {}, "python"), "rl")
+    asyncio.run(run.close())
+    with tempfile.TemporaryFile() as file:  # has the number of the file that was closed
+        asyncio.run(run.close())
+        file.write(b"open")
+
+
 def test_what_is_sent_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "parts").mkdir()
     for name in ("pi.py", "beside.py", "parts/__init__.py", "parts/one.py", "data.csv"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -129,24 +128,22 @@ def test_a_crash_is_reported_before_the_next_start(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def pipe() -> Iterator[tuple[int, IO[str]]]:
+def pipe() -> Iterator[tuple[IO[bytes], IO[str]]]:
     """The end of a pipe that is read, and the other one."""
     read, write = os.pipe()
-    with open(write, "w") as stream:  # noqa: PTH123
-        yield read, stream
-    with contextlib.suppress(OSError):  # closed by the test
-        os.close(read)
+    with open(read, "rb") as reader, open(write, "w") as stream:  # noqa: PTH123
+        yield reader, stream
 
 
 def test_nobody_waits_for_a_terminal_that_does_not_read(
-    monkeypatch: pytest.MonkeyPatch, pipe: tuple[int, IO[str]]
+    monkeypatch: pytest.MonkeyPatch, pipe: tuple[IO[bytes], IO[str]]
 ) -> None:
     monkeypatch.setattr(output, "MAX_WAITING_CHARACTERS", 1000)
     before = {*threading.enumerate()}
     shown = Output(pipe[1], pipe[1])
     (writer,) = {*threading.enumerate()} - before
     shown.line("x" * 200_000)  # more than a pipe holds
-    texts = [os.read(pipe[0], 1)]  # it is being printed
+    texts = [os.read(pipe[0].fileno(), 1)]  # it is being printed
     for number in range(10_000):
         shown.line(f"line {number}")
     shown.close("the end", 0.01)
@@ -154,7 +151,7 @@ def test_nobody_waits_for_a_terminal_that_does_not_read(
 
     def read() -> None:
         while not texts[-1].endswith(b"the end\n"):
-            texts.append(os.read(pipe[0], 2**16))
+            texts.append(os.read(pipe[0].fileno(), 2**16))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -167,10 +164,10 @@ def test_nobody_waits_for_a_terminal_that_does_not_read(
     assert lines[2:] == [*(f"line {number}" for number in range(left_out, 10_000)), "the end"]
 
 
-def test_a_terminal_that_is_gone(pipe: tuple[int, IO[str]]) -> None:
+def test_a_terminal_that_is_gone(pipe: tuple[IO[bytes], IO[str]]) -> None:
     before = {*threading.enumerate()}
     shown = Output(pipe[1], pipe[1])
-    os.close(pipe[0])
+    pipe[0].close()
     for number in range(3):
         shown.line(f"line {number}", error=number == 1)
     shown.picture("a picture")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import sys
@@ -173,11 +172,12 @@ class Hosts:
         return f"checkpoints and report in {self._rank0}:{directory}"
 
     async def close(self) -> None:
-        """Ends what runs on the hosts, and the connections."""
+        """Ends what runs on the hosts, and the connections. Can be called again."""
         await asyncio.gather(*(host.close() for host in self._hosts.values()))
         shutil.rmtree(self._folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # closed before
-            os.close(self._lock)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
 
 def _sent(job: Description) -> tuple[Description, Files]:

@@ -11,7 +11,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from pydantic import TypeAdapter
 
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.defaults import DEFAULTS, Kind, choose, kind
+from rolecall.jobs.rl.defaults import DEFAULTS, Kind, OffPolicy, choose, kind
 from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import spaces_of
 
@@ -80,6 +80,17 @@ def test_given_values_win_even_if_they_are_zero(row: Kind, name: str) -> None:
     for value in (GIVEN[name], other):
         choices = choose(RlSettings(algorithm=algorithm, **{name: value}), spaces)
         assert asdict(choices) == {**default, name: value}
+
+
+@pytest.mark.parametrize(("steps", "random"), [(0, 10_000), (300_000, 10_000), (20_000, 2_000)])
+def test_random_steps_are_no_more_than_a_tenth_of_a_training(steps: int, random: int) -> None:
+    spaces = spaces_of(VECTOR, CONTROLS)
+    choices = choose(RlSettings(algorithm="sac", max_steps=steps), spaces)
+    assert isinstance(choices, OffPolicy)
+    assert choices.learning_starts == random
+    given = choose(RlSettings(algorithm="sac", max_steps=steps, learning_starts=15_000), spaces)
+    assert isinstance(given, OffPolicy)
+    assert given.learning_starts == 15_000
 
 
 def test_every_choice_is_a_setting_without_a_default_and_the_other_way_round() -> None:

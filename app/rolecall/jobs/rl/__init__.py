@@ -106,7 +106,8 @@ class RlSettings(Settings):
         None,
         ge=0,
         description="steps with random actions before the first update (sac, dqn); with dqn the share of random "
-        "actions falls from 1 to 0.05 in the next ten times as many; empty: by the spaces, at most a tenth of MAX_STEPS",
+        "actions falls from 1 to 0.05 in the next ten times as many; empty: by the spaces, at most a tenth of "
+        "MAX_STEPS",
     )
     updates_per_step: float | None = Field(
         None, gt=0, le=1000, description="optimizer steps for each environment step (sac, dqn); empty: by the spaces"

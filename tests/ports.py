@@ -9,11 +9,12 @@ from collections import deque
 from rolecall.errors import UsageError
 from rolecall.launch import here
 
+PORTS = range(10_000, here.PORTS[0])  # below those that runs choose
 WORKERS = 8  # of pytest, at most
 # A port is not listened on all the time that it is somebody's: so each test process has its own share, of pairs, since
 # rank 0 with TLS=off takes the next port too.
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % WORKERS
-_share = deque(here.PORTS[2 * _worker :: 2 * WORKERS])
+_share = deque(PORTS[2 * _worker :: 2 * WORKERS])
 
 
 def free_ports(count: int) -> list[int]:

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from rolecall.launch import host, host_messages, hosts, ssh
 from rolecall.launch.here import Here
 from rolecall.launch.host_messages import Files, Ready
 from tests.launch import fake_ssh
+from tests.ports import free_ports
 
 DEADLINE = 60.0
 
@@ -204,6 +206,18 @@ def test_ranks_of_a_machine_share_neither_ports_nor_gpus(monkeypatch: pytest.Mon
     assert len({*ports, *(int(variables["METRICS_PORT"]) for variables in planned)}) == 8
     machine.forget("b 1")
     assert machine.plan({"b 2": 1})[0]["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_ports_of_a_run_that_does_not_listen_yet_are_given_to_no_other_run() -> None:
+    (first,) = free_ports(1)
+    one, other = (Here(ports=range(first, first + 2)) for _ in range(2))
+    (planned,) = one.plan({"a 0": None})
+    with pytest.raises(UsageError, match="no 1 free ports"):
+        other.plan({"a 0": None})
+    with socket.create_server(("127.0.0.1", int(planned["PORT"]))):  # its rank can listen
+        pass
+    one.forget("a 0")
+    assert other.plan({"a 0": None})[0]["PORT"] == planned["PORT"]
 
 
 # ---- a run

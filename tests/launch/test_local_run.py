@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -107,9 +107,10 @@ def test_a_refused_start_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(here, "command", lambda: [sys.executable, "-S", "-c", "raise SystemExit(2)"])
     job = describe.describe("rl")
     assert asyncio.run(LocalRun(job, Settings(), live=False).run()) == 2
-    with contextlib.suppress(UsageError):
-        monkeypatch.setattr(here, "free_ports", lambda *_: (_ for _ in ()).throw(UsageError("no ports")))
-        LocalRun(job, Settings(), live=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(here, "PORTS", [taken.getsockname()[1]])
+        with pytest.raises(UsageError, match="free ports"):
+            LocalRun(job, Settings(), live=False)
     assert not (tmp_path / "runs").exists()
 
 

@@ -32,16 +32,27 @@ LAST_OUTPUT_SECONDS = 2.0  # seconds for the rest of an ended rank's output
 
 def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
     """TCP ports of 127.0.0.1 on which nothing listens. Raises UsageError if there are too few."""
-    free: list[int] = []
+    with contextlib.ExitStack() as held:
+        return [held.enter_context(holder).getsockname()[1] for holder in reserve(count, among)]
+
+
+def reserve(count: int, among: Sequence[int]) -> list[socket.socket]:
+    """Sockets that are bound to free ports: until they are closed, no other run is given these ports, and a rank can
+    listen there. Raises UsageError if there are too few."""
+    held: list[socket.socket] = []
     for port in random.sample(among, len(among)):  # seeded by the system
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        free.append(port)
-        if len(free) == count:
-            return free
+        holder = socket.socket()
+        try:
+            holder.bind(("127.0.0.1", port))
+        except OSError:
+            holder.close()
+            continue
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as listeners do; set before, it would share
+        held.append(holder)
+        if len(held) == count:
+            return held
+    for holder in held:
+        holder.close()
     raise UsageError(f"no {count} free ports between {among[0]} and {among[-1]}")
 
 
@@ -198,28 +209,26 @@ class Here:
     def __init__(self, zygote: Zygote | None = None, ports: range = PORTS) -> None:
         self.zygote, self._ports = zygote, ports
         self._gpus = dict[str, int | None]()  # by rank
-        self._taken = dict[str, tuple[int, int]]()
+        self._held = dict[str, tuple[socket.socket, socket.socket]]()  # its ports, since it listens seconds later
         self._alone = set[str]()  # ranks that the zygote has failed
 
     def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
         """See `Machines`: the ports, and the visible GPUs."""
         shares = gpu.share([*self._gpus.values(), *gpus.values()])[len(self._gpus) :]
-        taken = {port for pair in self._taken.values() for port in pair}
         # every other one: with TLS=off rank 0 takes the next port too
-        ports = free_ports(len(gpus), [port for port in self._ports[::2] if port not in taken])
-        metrics = free_ports(len(gpus), [port for port in PORTS[::2] if port not in {*taken, *ports}])
-        pairs = [*zip(ports, metrics, strict=True)]
+        pairs = [*zip(reserve(len(gpus), self._ports[::2]), reserve(len(gpus), PORTS[::2]), strict=True)]
         self._gpus |= gpus
-        self._taken |= zip(gpus, pairs, strict=True)
+        self._held |= zip(gpus, pairs, strict=True)
         return [
-            {"PORT": str(port), "METRICS_PORT": str(scraped), **share}
+            {"PORT": str(port.getsockname()[1]), "METRICS_PORT": str(scraped.getsockname()[1]), **share}
             for (port, scraped), share in zip(pairs, shares, strict=True)
         ]
 
     def forget(self, rank: str) -> None:
         """See `Machines`: others may have its ports and GPUs."""
         self._gpus.pop(rank, None)
-        self._taken.pop(rank, None)
+        for holder in self._held.pop(rank, ()):
+            holder.close()
 
     def place(self, role: str, ordinal: int) -> Here:
         """See `Machines`."""

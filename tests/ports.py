@@ -8,8 +8,9 @@ from collections import deque
 
 from rolecall.errors import UsageError
 from rolecall.launch import here
+from rolecall.placement import FIRST_PORT
 
-PORTS = range(10_000, here.PORTS[0])  # below those that runs choose
+PORTS = range(10_000, FIRST_PORT)  # below those of placed ranks and those that runs choose
 WORKERS = 8  # of pytest, at most
 # A port is not listened on all the time that it is somebody's: so each test process has its own share, of pairs, since
 # rank 0 with TLS=off takes the next port too.

@@ -30,7 +30,10 @@ def test_a_job_runs_until_it_has_finished_and_stays_so(started: Started, tmp_pat
     until(pods.finished, "the end of the job", LONG)
     until(lambda: pods.passes("livenessProbe"), "every pod alive after the end", DEADLINE)
     everyone = [pods.pod(pod) for ranks in overlay.sets for pod in ranks.pods]
-    assert not any(pods.answers(pod, "/readyz") for ranks in overlay.sets for pod in ranks.pods)
+    # others than rank 0 learn of the end from it
+    until(
+        lambda: not any(pods.answers(pod, "/readyz") for ranks in overlay.sets for pod in ranks.pods), "none is ready"
+    )
     until(lambda: pods.rank0.metric("gang_generations_total") >= 1, "rank 0's account of the run")
     # a pod is always started again, and none of them begins anew; rank 0 knows it from its volume, others from rank 0
     for ranks in overlay.sets:

@@ -159,14 +159,18 @@ class Gaussian(Distribution):
 class StateDependent(Distribution):
     """A diagonal Gaussian whose noise is a function of the state (gSDE; Raffin, Kober and Stulp 2021).
 
-    The network computes the mean [k] and features [f]; the noise is a random matrix times the features. The matrix is
-    held for many steps, so actions change as smoothly as the features.
+    The network computes the mean [k] and features [f]; the noise is a random matrix times the features. While the noise
+    is `held`, the matrix stays for many steps, so actions change as smoothly as the features; otherwise each step has
+    independent noise of the same deviation.
     """
+
+    held: Tensor
 
     def __init__(self, actions: int, features: int) -> None:
         super().__init__()
         self.split, self.size = [actions, features], actions + features
         self.log_std = nn.Parameter(torch.full((features, actions), INITIAL_SDE_LOG_STD[actions > 1]))
+        self.register_buffer("held", torch.ones((), dtype=torch.bool))
 
     def draw(self, count: int) -> Tensor | None:
         """One matrix [f, k] for each of `count` environments."""
@@ -175,10 +179,11 @@ class StateDependent(Distribution):
         return noise
 
     def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
-        """The mean plus `noise` [m, f, k] times the features."""
+        """The mean plus `noise` [m, f, k] times the features; without it, or unless it is held, independent noise."""
+        if noise is None or not self.held:
+            mean, log_std = self._moments(parameters)
+            return mean + log_std.exp() * torch.randn_like(mean)
         mean, features = parameters.split(self.split, -1)
-        noise = self.draw(len(mean)) if noise is None else noise
-        assert noise is not None
         actions: Tensor = mean + torch.bmm(features[:, None], noise).squeeze(1)
         return actions
 
@@ -199,6 +204,10 @@ class StateDependent(Distribution):
         mean, features = parameters.split(self.split, -1)
         variance: Tensor = features.square() @ (2 * self.log_std).exp()
         return mean, 0.5 * (variance + MIN_VARIANCE).log()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *others: Any) -> None:
+        state_dict.setdefault(f"{prefix}held", self.held)  # an earlier version's checkpoint lacks it
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 class Squashed(Distribution):

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from rolecall import Context, Sharded
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.defaults import OnPolicy, discount
-from rolecall.jobs.rl.messages import Array, PolicyState, Trajectory
+from rolecall.jobs.rl.distributions import StateDependent
+from rolecall.jobs.rl.messages import Array, Done, PolicyState, Trajectory
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
 from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
 
@@ -88,6 +89,8 @@ class Ppo:
         self._mean, self._square = 0.0, 1.0
         self._gamma, self._found = 0.0, False  # whether rewards or ends have differed yet
         self._rewards = math.inf, -math.inf  # the smallest and the largest yet
+        # samples so far; None if an episode has terminated, or if EXPLORATION is given
+        self._unended: int | None = 0 if settings.exploration is None else None
         self._target_kl, self._max_rate = choices.target_kl, max(MAX_LR, choices.lr)
         self._shuffle = torch.Generator().manual_seed(settings.seed)
 
@@ -116,6 +119,7 @@ class Ppo:
         with torch.no_grad():
             samples = join([self._samples(trajectory) for trajectory in trajectories])
         used = samples.used
+        self._choose_noise(trajectories)
         if not used.any():  # every environment only reset: nothing to learn
             return Update()
         explained = _explained(samples.returns[used], samples.values[used])
@@ -134,6 +138,21 @@ class Ppo:
         self.optimizer_steps += steps
         means = Update(*(sums / max(steps, 1)).tolist())
         return means._replace(explained=explained, passes=steps / self._minibatches(samples))
+
+    def _choose_noise(self, trajectories: Sequence[Trajectory]) -> None:
+        """Decides, when the first episodes terminate, whether the noise of gSDE stays held.
+
+        If they took fewer steps than a rollout, they end because something falls, which noise that pushes it to one
+        side for the whole episode hides.
+        """
+        actions = self.model.actions
+        if self._unended is None or not isinstance(actions, StateDependent):
+            return
+        self._unended += sum(trajectory.samples for trajectory in trajectories)
+        ends = sum(int((trajectory.dones == Done.TERMINATED).sum()) for trajectory in trajectories)
+        if ends:
+            actions.held.fill_(self._unended > ends * self.choices.rollout_steps)
+            self._unended = None
 
     def _informed(self, deviation: float, returns: Tensor, rewards: Array) -> float:
         """How much of the advantages, with this standard deviation, is more than the critic's errors: 0 to 1.
@@ -308,6 +327,7 @@ class Ppo:
             "shuffle": self._shuffle.get_state(),
             "found": self._found,
             "rewards": self._rewards,
+            "unended": self._unended,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -322,6 +342,7 @@ class Ppo:
         # an earlier version's checkpoint lacks these
         self._found, self.optimizer_steps = state.get("found", True), state.get("optimizer_steps", 0)
         self._rewards = state.get("rewards", (0.0, 1.0))
+        self._unended = state.get("unended")
 
 
 def _explained(returns: Tensor, values: Tensor) -> float:

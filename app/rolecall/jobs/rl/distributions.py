@@ -17,6 +17,7 @@ from torch import Tensor, nn
 # initial values, for one action and for several: wide noise would hide the effect of each of several
 INITIAL_LOG_STD = (0.0, -1.0)
 INITIAL_SDE_LOG_STD = (-0.5, -3.0)  # of each feature: with 64 in (-1, 1), deviations of about 2.4 and 0.2
+MAX_INDEPENDENT_LOG_STD = -1.4  # of each feature, of noise that is not held: a deviation of about 1
 MIN_VARIANCE = 1e-6
 LOG_STD_BOUNDS = (-20.0, 2.0)  # of SAC: Haarnoja et al. 2018
 MAX_SQUASHED = 1 - 1e-6  # of an action whose Gaussian is computed
@@ -160,8 +161,8 @@ class StateDependent(Distribution):
     """A diagonal Gaussian whose noise is a function of the state (gSDE; Raffin, Kober and Stulp 2021).
 
     The network computes the mean [k] and features [f]; the noise is a random matrix times the features. While the noise
-    is `held`, the matrix stays for many steps, so actions change as smoothly as the features; otherwise each step has
-    independent noise of the same deviation.
+    is `held`, the matrix stays for many steps, so actions change as smoothly as the features; otherwise the noise of
+    each step is independent.
     """
 
     held: Tensor
@@ -171,6 +172,12 @@ class StateDependent(Distribution):
         self.split, self.size = [actions, features], actions + features
         self.log_std = nn.Parameter(torch.full((features, actions), INITIAL_SDE_LOG_STD[actions > 1]))
         self.register_buffer("held", torch.ones((), dtype=torch.bool))
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """From now on the noise is independent, and as narrow as that of a Gaussian."""
+        self.held.fill_(False)
+        self.log_std.clamp_(max=MAX_INDEPENDENT_LOG_STD)
 
     def draw(self, count: int) -> Tensor | None:
         """One matrix [f, k] for each of `count` environments."""

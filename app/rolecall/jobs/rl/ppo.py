@@ -142,8 +142,8 @@ class Ppo:
     def _choose_noise(self, trajectories: Sequence[Trajectory]) -> None:
         """Decides, when the first episodes terminate, whether the noise of gSDE stays held.
 
-        If they took fewer steps than a rollout, they end because something falls, which noise that pushes it to one
-        side for the whole episode hides.
+        If they took fewer steps than a rollout, something falls, and noise that pushes to one side for the whole
+        episode makes it fall whatever the policy does.
         """
         actions = self.model.actions
         if self._unended is None or not isinstance(actions, StateDependent):
@@ -151,7 +151,8 @@ class Ppo:
         self._unended += sum(trajectory.samples for trajectory in trajectories)
         ends = sum(int((trajectory.dones == Done.TERMINATED).sum()) for trajectory in trajectories)
         if ends:
-            actions.held.fill_(self._unended > ends * self.choices.rollout_steps)
+            if self._unended <= ends * self.choices.rollout_steps:
+                actions.release()
             self._unended = None
 
     def _informed(self, deviation: float, returns: Tensor, rewards: Array) -> float:

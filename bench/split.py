@@ -64,13 +64,14 @@ TUNED = {
     "FrozenLake-v1": Row("FrozenLake-v1", 100_000, digits=2),
     "MiniGrid-DoorKey-5x5-v0": Row(zoo.DOOR_KEY, 100_000, sampled=True, digits=2),
     "Hopper-v5": Row("Hopper-v5", 1_000_000),
+    "InvertedDoublePendulum-v5": Row("InvertedDoublePendulum-v5", 200_000),
 }
 HELD_OUT = {
     "MountainCar-v0": Row("MountainCar-v0", 300_000, random=-200.0),
     # an episode has one or two decisions and ends with -1, 0 or 1 by the cards: few episodes say nothing
     "Blackjack-v1": Row(zoo.BLACKJACK, 100_000, episodes=500, random=-0.393, digits=3),
     "BipedalWalker-v3": Row("BipedalWalker-v3", 1_000_000, random=-100.5),
-    "InvertedDoublePendulum-v5": Row("InvertedDoublePendulum-v5", 200_000, random=49.7),
+    "InvertedPendulum-v5": Row("InvertedPendulum-v5", 200_000, random=5.1),
     "Swimmer-v5": Row("Swimmer-v5", 500_000, random=0.0),
     "Reacher-v5": Row("Reacher-v5", 200_000, random=-43.2),
     "MiniGrid-KeyCorridorS3R1-v0": Row(zoo.KEY_CORRIDOR, 300_000, sampled=True, random=0.019, digits=2),

@@ -120,6 +120,11 @@ PPO = {
          "clip_range": 0.4, "n_epochs": 10, "gae_lambda": 0.8, "max_grad_norm": 0.5, "vf_coef": 0.695929},
         normalize=True,
     ),
+    "InvertedPendulum-v5": Published(
+        {"batch_size": 64, "n_steps": 32, "gamma": 0.999, "learning_rate": 2.22425e-4, "ent_coef": 1.37976e-7,
+         "clip_range": 0.4, "n_epochs": 5, "gae_lambda": 0.9, "max_grad_norm": 0.3, "vf_coef": 0.19816},
+        normalize=True,
+    ),
     "Swimmer-v5": Published(
         {"gamma": 0.9999, "n_steps": 1024, "batch_size": 256, "learning_rate": 6e-4, "gae_lambda": 0.98},
         n_envs=4, normalize=True,

@@ -12,6 +12,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor, distributions
 
 from rolecall.jobs.rl.distributions import (
+    MAX_INDEPENDENT_LOG_STD,
     MIN_VARIANCE,
     Bernoulli,
     Categorical,
@@ -210,6 +211,18 @@ class TestStateDependent:
         actions = built.sample(rows, noise.expand(11, -1, -1)).detach()
         torch.testing.assert_close(actions[1:] - actions[:-1], actions[1:2].expand(10, -1))  # a straight line
         assert float(actions[-1].abs().min()) > 0
+
+    def test_released_noise_is_independent_and_no_wider_than_a_gaussians(self) -> None:
+        torch.manual_seed(19)
+        built, rows = self.built(), self.parameters.expand(30_000, -1)
+        before = built.log_std.detach().clone()
+        noise = built.draw(1)
+        assert noise is not None
+        built.release()
+        samples = built.sample(rows, noise.expand(len(rows), -1, -1)).detach()
+        deviation = ((2 * built.log_std).exp() * self.parameters[0, 2:, None] ** 2).sum(0).sqrt().detach()
+        moments_are(samples, self.parameters[0, :2], deviation)
+        assert torch.equal(built.log_std, before.clamp(max=MAX_INDEPENDENT_LOG_STD))
 
     def test_without_any_feature_the_density_is_finite(self) -> None:
         built = self.built()

@@ -367,7 +367,7 @@ def test_a_policys_state_is_what_it_takes_to_act(settings: dict[str, Any]) -> No
     built, other = (build(action=CONTROLS, seed=seed, **settings) for seed in (1, 2))
     with torch.no_grad():
         for value in built.state_dict().values():
-            value.add_(0.25)
+            value.add_(0.25) if value.is_floating_point() else value.logical_not_()
     state = built.policy_state()
     assert not [name for name in state if name.startswith("baseline.")]
     before = None if other.baseline is None else [value.clone() for value in other.baseline.parameters()]
@@ -382,6 +382,16 @@ def test_a_policys_state_is_what_it_takes_to_act(settings: dict[str, Any]) -> No
     )
     if before is not None and other.baseline is not None:
         assert all(map(torch.equal, before, other.baseline.parameters()))
+
+
+def test_a_checkpoint_without_held_holds_the_noise() -> None:
+    """As one of an earlier version did."""
+    one, other = (build(action=CONTROLS, exploration="sde", seed=seed) for seed in (1, 2))
+    state = one.state_dict()
+    del state["actions.held"]
+    other.load_state_dict(state)
+    assert other.actions.get_buffer("held")
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
 def test_a_users_buffers_travel_too() -> None:

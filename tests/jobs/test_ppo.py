@@ -23,6 +23,7 @@ from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import TWO, changed, make, random_trajectory, same, spaces_of, weights, with_sgd
 
 VECTOR, CONTROLS, CHOICES = Box(-10, 10, (4,), np.float32), Box(-1, 1, (2,), np.float32), MultiDiscrete([2, 3])
+LEVER = Box(-1, 1, (1,), np.float32)
 RATE = 0.3
 # checks of every sample's arguments take longer than all the rest
 CATEGORICAL, NORMAL, INDEPENDENT = (
@@ -367,6 +368,35 @@ def test_rollouts_are_short_as_long_as_all_rewards_are_alike() -> None:
     resumed = make(target_kl=0.01, rollout_steps=None)
     resumed.load_state_dict(chosen.state_dict())
     assert resumed.rollout_steps == chosen.rollout_steps
+
+
+def ending(after: int, steps: int = 20) -> Trajectory:
+    """Two environments whose episodes terminate after so many steps."""
+    trajectory = random_trajectory(1, steps, 2, spaces_of(action=LEVER))
+    dones = np.zeros_like(trajectory.dones)
+    dones[after - 1 :: after + 1] = Done.TERMINATED  # the step after an end only resets
+    return changed(trajectory, dones=dones, experience=np.vstack([dones[:1] * 0, dones[:-1]]) == Done.CONTINUES)
+
+
+@pytest.mark.parametrize(
+    ("exploration", "episodes", "held"),
+    [(None, [5], False), (None, [30, 5], False), (None, [30, 30, 18, 5], True), ("sde", [5], True)],
+    ids=["short", "in the second rollout", "long", "given"],
+)
+def test_noise_is_held_unless_the_first_episodes_end_within_a_rollout(
+    exploration: str | None, episodes: list[int], held: bool
+) -> None:
+    def learner() -> Ppo:
+        return make(action=LEVER, exploration=exploration, rollout_steps=20)
+
+    one, resumed = learner(), learner()
+    assert isinstance(one.model.actions, StateDependent)
+    for after in episodes:
+        assert one.model.actions.held
+        one.update([ending(after)])
+        resumed.load_state_dict(one.state_dict())
+        one, resumed = resumed, learner()
+    assert bool(one.model.actions.held) == held
 
 
 def test_rewards_that_differ_are_a_signal_in_returns_that_are_alike() -> None:

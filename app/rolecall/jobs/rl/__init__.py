@@ -131,7 +131,7 @@ class RlSettings(Settings):
     exploration: Literal["gaussian", "sde"] | None = Field(
         None,
         description="noise of Box actions: gaussian: independent at each step; sde: a function of the state, drawn for "
-        "each rollout (gSDE); empty: by the spaces",
+        "each rollout (gSDE); empty: by the spaces and the first episodes",
     )
     memory: Literal["none", "lstm"] = Field("none", description="recurrent layer of the default policy")
     hidden_size: int | None = Field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,7 +83,7 @@ class Hosts:
         }
         self._dealt = 0  # ranks whose role has no hosts of its own
         self._ports = dict[str, tuple[int, int]]()  # of each host, for rank 0
-        self._page = 0  # this machine's port for rank 0's page
+        self._page: socket.socket | None = None  # bound to this machine's port for rank 0's page
 
     def show(self, line: str) -> None:
         """Displays a line."""
@@ -115,8 +116,8 @@ class Hosts:
         rank0 = self._hosts[self._host_of(job.roles[0].name, 0)]
         self._rank0 = rank0.host
         self._address = config.exported("MASTER_ADDR") or await self._address_of(rank0.host)
-        (self._page,) = here.free_ports(1)
-        await rank0.forward(self._page, self._ports[rank0.host][1])
+        (self._page,) = here.reserve(1, here.PORTS)
+        await rank0.forward(self._page.getsockname()[1], self._ports[rank0.host][1])
 
     async def _address_of(self, rank0: str) -> str:
         """Where the other hosts reach rank 0's. Raises UsageError."""
@@ -165,7 +166,9 @@ class Hosts:
 
     def metrics(self, environment: Mapping[str, str]) -> str:
         """See `Machines`: only rank 0's are forwarded to this machine."""
-        return f"http://127.0.0.1:{self._page}/metrics" if "METRICS_PORT" in environment else ""
+        if "METRICS_PORT" not in environment or self._page is None:
+            return ""
+        return f"http://127.0.0.1:{self._page.getsockname()[1]}/metrics"
 
     def results(self, directory: Path) -> str:
         """Where rank 0 has written what it keeps."""
@@ -175,6 +178,8 @@ class Hosts:
         """Ends what runs on the hosts, and the connections. Can be called again."""
         await asyncio.gather(*(host.close() for host in self._hosts.values()))
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._page is not None:
+            self._page.close()
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)

@@ -161,7 +161,10 @@ class Settings(BaseSettings):
         20.0, description="seconds to finish the step and leave; a phase such as saving has PHASE_TIMEOUT"
     )
     max_failures: int = Field(
-        3, ge=1, le=1000, description="failures of workers without progress after which the job fails"
+        3,
+        ge=1,
+        le=1000,
+        description="generations without progress, in each of which a worker failed, after which the job fails",
     )
     max_restarts: int = Field(
         20,

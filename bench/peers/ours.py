@@ -15,7 +15,6 @@ from bench.peers.process import Run, Snapshot
 
 EVALUATION = 600.0  # seconds that the evaluation of a run's policies may take
 EVERY = 0.25  # seconds of training between checkpoints
-UNBOUNDED = {"MAX_ITERATIONS": 100_000_000}  # MAX_STEPS ends it
 
 
 def train(deadline: float, on: Callable[[str], None], threshold: float | None, episodes: int, sampled: bool = False,
@@ -29,7 +28,7 @@ def train(deadline: float, on: Callable[[str], None], threshold: float | None, e
         variables = {**variables, "CHECKPOINT_INTERVAL": EVERY, "CHECKPOINT_KEEP": 1000}
     started, first = time.monotonic(), 0.0
     with process.mark() as mark:
-        variables = {**UNBOUNDED, **variables, process.MARK: mark}
+        variables = {**variables, process.MARK: mark}
         with launch.run("rl", deadline, variables) as running:
             steps = 0.0
             for event in running.events():

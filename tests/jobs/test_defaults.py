@@ -93,6 +93,14 @@ def test_random_steps_are_no_more_than_a_tenth_of_a_training(steps: int, random:
     assert given.learning_starts == 15_000
 
 
+@pytest.mark.parametrize(
+    ("steps", "iterations", "most"), [(0, None, DEFAULTS["continuous"].max_iterations), (9, None, None), (9, 7, 7)]
+)
+def test_iterations_are_not_bounded_if_steps_are(steps: int, iterations: int | None, most: int | None) -> None:
+    settings = RlSettings(max_steps=steps, max_iterations=iterations)
+    assert choose(settings, spaces_of(VECTOR, CONTROLS)).max_iterations == most
+
+
 def test_every_choice_is_a_setting_without_a_default_and_the_other_way_round() -> None:
     unset = {name for name, field in RlSettings.model_fields.items() if field.default is None}
     chosen = {name for name in unset if "by the spaces" in (RlSettings.model_fields[name].description or "")}

@@ -12,7 +12,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor, distributions
 
 from rolecall.jobs.rl.distributions import (
-    MAX_INDEPENDENT_LOG_STD,
+    MAX_INDEPENDENT_STD,
     MIN_VARIANCE,
     Bernoulli,
     Categorical,
@@ -212,17 +212,18 @@ class TestStateDependent:
         torch.testing.assert_close(actions[1:] - actions[:-1], actions[1:2].expand(10, -1))  # a straight line
         assert float(actions[-1].abs().min()) > 0
 
-    def test_released_noise_is_independent_and_no_wider_than_a_gaussians(self) -> None:
+    @pytest.mark.parametrize("times", [4.0, 0.5])
+    def test_released_noise_is_independent_and_narrow(self, times: float) -> None:
         torch.manual_seed(19)
         built, rows = self.built(), self.parameters.expand(30_000, -1)
-        before = built.log_std.detach().clone()
+        before = built.log_std.detach().clone()  # of actions with `times` MAX_INDEPENDENT_STD
         noise = built.draw(1)
         assert noise is not None
-        built.release()
+        built.release(times * MAX_INDEPENDENT_STD)
         samples = built.sample(rows, noise.expand(len(rows), -1, -1)).detach()
         deviation = ((2 * built.log_std).exp() * self.parameters[0, 2:, None] ** 2).sum(0).sqrt().detach()
         moments_are(samples, self.parameters[0, :2], deviation)
-        assert torch.equal(built.log_std, before.clamp(max=MAX_INDEPENDENT_LOG_STD))
+        torch.testing.assert_close(built.log_std.detach(), before - max(0.0, math.log(times)))
 
     def test_without_any_feature_the_density_is_finite(self) -> None:
         built = self.built()

@@ -150,6 +150,8 @@ def registered() -> Iterator[None]:
     before = set(gymnasium.registry)
     gymnasium.register("Scripted-v0", Scripted, reward_threshold=12.5)
     gymnasium.register("ScriptedVector-v0", Scripted, vector_entry_point=ScriptedVector)
+    wrapper = gymnasium.wrappers.OrderEnforcing.wrapper_spec()
+    gymnasium.register("Wrapped-v0", Scripted, vector_entry_point=ScriptedVector, additional_wrappers=(wrapper,))
     gymnasium.register("SameStep-v0", Scripted, vector_entry_point=SameStepVector)
     gymnasium.register("Silent-v0", Scripted, vector_entry_point=SilentVector)
     gymnasium.register("OnlySameStep-v0", vector_entry_point=SameStepVector)
@@ -168,7 +170,9 @@ def registered() -> Iterator[None]:
         del gymnasium.registry[name]
 
 
-EVERY_WAY = pytest.mark.parametrize("env_id", ["Scripted-v0", "ScriptedVector-v0", "SameStep-v0", "Silent-v0"])
+EVERY_WAY = pytest.mark.parametrize(
+    "env_id", ["Scripted-v0", "ScriptedVector-v0", "Wrapped-v0", "SameStep-v0", "Silent-v0"]
+)
 pytestmark = pytest.mark.filterwarnings("ignore:.*AutoresetMode metadata")
 
 

@@ -92,6 +92,9 @@ FACTORIES = """
     def integers(observation, action):
         return Answers(lambda observations: torch.zeros(2, 3, dtype=torch.int64))
 
+    def doubles(observation, action):
+        return Answers(lambda observations: torch.zeros(2, 3, dtype=torch.float64))
+
     def no_module(observation, action):
         return lambda observations: torch.zeros(2, 3)
 
@@ -194,7 +197,7 @@ def test_a_recurrent_policy_of_a_user(name: str) -> None:
     [
         (
             "factories_of_a_user:wrong_width",
-            r"parameters of shape \(2, 4\) .*Discrete\(3\) needs parameters of shape \(n, 3\)",
+            r"parameters of shape \(2, 4\) .*Discrete\(3\) needs float32 parameters of shape \(n, 3\)",
         ),
         ("factories_of_a_user:no_batch", r"parameters of shape \(3,\)"),
         ("factories_of_a_user:wide_value", r"a value of shape \(2, 2\)"),
@@ -203,6 +206,7 @@ def test_a_recurrent_policy_of_a_user(name: str) -> None:
         ("factories_of_a_user:value_of_none", r"a value that is a NoneType"),
         ("factories_of_a_user:not_a_number", r"returns numbers that are not finite for observations of zeros"),
         ("factories_of_a_user:integers", r"parameters of .* type torch\.int64"),
+        ("factories_of_a_user:doubles", r"parameters of .* type torch\.float64 .* needs float32"),
         (
             "factories_of_a_user:no_state",
             r"returns a Tensor, not \(parameters, state\) or \(parameters, value, state\)",

@@ -230,8 +230,9 @@ def test_epsilon_falls_after_the_random_steps() -> None:
     assert isinstance(learner, Dqn)
     assert learner.actions.epsilon == 1
     while learner.samples < 700:
-        learn(learner, learner.samples)
+        update = learn(learner, learner.samples)
         epsilons.append((learner.samples, float(learner.policy_state()["actions.epsilon"])))
+        assert update.exploration == epsilons[-1][1]
     for samples, epsilon in epsilons:
         share = min(1.0, max(0.0, (samples - 50) / 500))
         assert epsilon == pytest.approx(1 - share * (1 - FINAL_EPSILON), abs=1e-6)
@@ -315,7 +316,7 @@ def test_a_policy_of_a_user(algorithm: str, size: int) -> None:
     assert [each.shape[0] for each in before] == [size, size]
     learn(learner, 1)
     assert not any(map(torch.equal, before, learner.model.parameters()))
-    with pytest.raises(UsageError, match=rf"needs parameters of shape \(n, {size}\)"):
+    with pytest.raises(UsageError, match=rf"needs float32 parameters of shape \(n, {size}\)"):
         make(algorithm, policy=f"off_policy_of_a_user:of_{7 - size}")
 
 

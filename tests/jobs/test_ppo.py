@@ -16,7 +16,7 @@ from torch import Tensor, distributions, nn
 
 from rolecall.jobs.rl import messages, ppo
 from rolecall.jobs.rl.defaults import DEFAULTS, discount
-from rolecall.jobs.rl.distributions import StateDependent
+from rolecall.jobs.rl.distributions import MAX_INDEPENDENT_STD, StateDependent
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
 from rolecall.jobs.rl.ppo import SHORT_ROLLOUTS, Ppo, Update
 from rolecall.jobs.rl.spaces import Space
@@ -380,14 +380,14 @@ def ending(after: int, steps: int = 20) -> Trajectory:
 
 @pytest.mark.parametrize(
     ("exploration", "episodes", "held"),
-    [(None, [5], False), (None, [30, 5], False), (None, [30, 30, 18, 5], True), ("sde", [5], True)],
+    [(None, [5], False), (None, [30, 5], False), (None, [*[30] * 15, 18, 5], True), ("sde", [5], True)],
     ids=["short", "in the second rollout", "long", "given"],
 )
-def test_noise_is_held_unless_the_first_episodes_end_within_a_rollout(
+def test_noise_is_held_unless_the_first_episodes_soon_terminate(
     exploration: str | None, episodes: list[int], held: bool
 ) -> None:
     def learner() -> Ppo:
-        return make(action=LEVER, exploration=exploration, rollout_steps=20)
+        return make(action=LEVER, exploration=exploration)
 
     one, resumed = learner(), learner()
     assert isinstance(one.model.actions, StateDependent)
@@ -397,6 +397,29 @@ def test_noise_is_held_unless_the_first_episodes_end_within_a_rollout(
         resumed.load_state_dict(one.state_dict())
         one, resumed = resumed, learner()
     assert bool(one.model.actions.held) == held
+
+
+def test_nothing_is_learned_from_noise_that_is_narrowed() -> None:
+    learner = make(action=LEVER, exploration=None)
+    before, spread = learner.model.policy_state(), ending(5).actions[ending(5).experience].std()
+    before = {name: value.clone() for name, value in before.items()}
+    assert learner.update([ending(5)]).passes == 0
+    assert learner.version == 1  # so that observers get the narrower policy
+    after = learner.model.policy_state()
+    assert [name for name in after if not torch.equal(before[name], after[name])] == ["actions.log_std", "actions.held"]
+    narrower = after["actions.log_std"] - before["actions.log_std"]
+    torch.testing.assert_close(narrower, torch.full_like(narrower, math.log(MAX_INDEPENDENT_STD / spread)))
+    assert learner.update([ending(5)]).passes == 1
+
+
+def test_frozen_parameters_stay() -> None:
+    learner = make(lr=0.1)
+    frozen = next(learner.model.policy.parameters()).requires_grad_(False)
+    learner = Ppo(learner.model, learner.settings, learner.choices, learner.device)
+    before = weights(learner)
+    learner.update([random_trajectory(1)])
+    moved = [not torch.equal(one, other) for one, other in zip(before, weights(learner), strict=True)]
+    assert moved == [parameter is not frozen for parameter in learner.model.parameters()]
 
 
 def test_rewards_that_differ_are_a_signal_in_returns_that_are_alike() -> None:
@@ -411,7 +434,7 @@ def test_rewards_that_differ_are_a_signal_in_returns_that_are_alike() -> None:
 
 @pytest.mark.parametrize(
     ("progress", "longest", "horizon"),
-    [(0.0, 1000, 100), (0.5, 1000, 141.4), (1.0, 1000, 200), (1.0, 150, 150), (0.5, 150, 122.5), (0.5, 0, 50)],
+    [(0.0, 1000, 100), (0.5, 1000, 141.4), (1.0, 1000, 200), (1.0, 150, 150), (0.5, 150, 122.5), (0.5, 0, 141.4)],
 )
 def test_horizon_grows_with_progress_to_the_longest_episode(progress: float, longest: int, horizon: float) -> None:
     assert 1 / (1 - discount(progress, longest)) == pytest.approx(horizon, rel=1e-3)

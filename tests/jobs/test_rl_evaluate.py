@@ -6,6 +6,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 import time
@@ -125,6 +126,18 @@ class Interrupting(Stuck):
         os.kill(os.getppid(), signal.SIGINT)
 
 
+class Shared(Counted):
+    """The length of its episodes is drawn from the generators that a process has for everyone."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        observation, info = super().reset(seed=seed, options=options)
+        self.length = random.randrange(1, 10**4) + np.random.randint(10**4) * 10**-4
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.array([3.0], np.float32), self.length, True, False, {}
+
+
 class Invisible(Counted):
     metadata: ClassVar = {"render_modes": []}
 
@@ -150,6 +163,7 @@ gymnasium.register("Stuck-v0", Stuck)
 gymnasium.register("Killed-v0", Killed)
 gymnasium.register("Interrupting-v0", Interrupting)
 gymnasium.register("Invisible-v0", Invisible)
+gymnasium.register("Shared-v0", Shared)
 gymnasium.register("Refusing-v0", Refusing)
 gymnasium.register("Wheel-v0", Counted, kwargs={"broken": True})
 
@@ -333,6 +347,17 @@ def test_every_kind_of_policy_has_the_same_results_with_any_number_of_environmen
     )
     assert several == [alone, alone]
     assert (alone["std_return"] > 0, alone["unfinished_episodes"]) == (True, 0)
+
+
+def test_groups_do_not_share_the_state_of_a_processs_generators() -> None:
+    """Those of forks would be their parent's."""
+    settings = setup("Shared-v0", threads=1)
+    one, alone, several = (
+        evaluated(settings, episodes=count, envs=envs)
+        for count, envs in ((GROUP_SIZE, 1), (2 * GROUP_SIZE, 1), (2 * GROUP_SIZE, 2 * GROUP_SIZE))
+    )
+    assert several == alone
+    assert several["mean_return"] != one["mean_return"]
 
 
 @pytest.mark.parametrize("options", [{"envs": GROUP_SIZE + 1}, {}])

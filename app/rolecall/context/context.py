@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -472,6 +473,16 @@ class Context(Generic[S]):
 def _number(value: Any) -> Any:
     """A tensor, too, as a float: one with its graph would keep all of that in memory."""
     return None if value is None else float(value.detach() if hasattr(value, "detach") else value)
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's generators."""
+    import numpy as np  # not in a supervisor, as in `mixed_seed`
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def mixed_seed(*numbers: int) -> int:

@@ -8,7 +8,6 @@ import functools
 import inspect
 import json
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -16,14 +15,13 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, cast
 
-import numpy as np
 import torch
 from filelock import FileLock
 
 from rolecall import config, machine, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.config import Settings
-from rolecall.context.context import Context
+from rolecall.context.context import Context, seed_generators
 from rolecall.context.eager import lighten
 from rolecall.context.memory import keep_freed_memory
 from rolecall.context.watchdog import Watchdog
@@ -140,7 +138,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
         checkpoints=_checkpoints(task, pipe) if is_rank0 else None,
         watchdog=watchdog,
     )
-    _seed(context.seed())
+    seed_generators(context.seed())
     context.metrics.evaluating.set(0)  # the previous worker may have been killed during an evaluation
 
     def connect_in(session: Session) -> None:
@@ -189,13 +187,6 @@ def _make(context: Context[Any], role: Role, attacher: Attacher) -> Callable[[],
     target: Any = cast(Any, run)(context)
     attacher.provide(functools.partial(context.serve, target), getattr(target, "attached", None))
     return cast(Callable[[], Any], target.run) if hasattr(run, "run") else None
-
-
-def _seed(seed: int) -> None:
-    """Seeds Python's, numpy's and torch's generators."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def _checkpoints(task: Task, pipe: WorkerEnd) -> Checkpoints:

@@ -63,7 +63,8 @@ class RlSettings(Settings):
         None,
         ge=1,
         le=100_000_000,
-        description="iterations after which the job ends unsolved; empty: by the spaces",
+        description="iterations after which the job ends unsolved; empty: none if MAX_STEPS is given, otherwise by the "
+        "spaces",
     )
     max_steps: int = Field(
         0, ge=0, description="environment steps after which the job ends unsolved; 0: MAX_ITERATIONS alone"

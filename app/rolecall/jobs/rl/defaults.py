@@ -23,7 +23,7 @@ class Choices:
     num_envs: int
     rollout_steps: int
     pipeline: bool = False
-    max_iterations: int = 1000
+    max_iterations: int | None = 1000
     lr: float
     gamma: float | None = None  # None: by progress and the longest episode, see `discount`
     normalize: bool
@@ -160,10 +160,10 @@ def discount(progress: float, longest: int) -> float:
     """The discount after this share of the training, 0 to 1, of a task whose `longest` episode has so many steps.
 
     Its horizon, 1 / (1 - discount) steps, grows from FIRST_HORIZON to the longest episode, or MAX_HORIZON
-    (François-Lavet et al. 2015): with a far horizon from the start, a walker stands still, because to stay alive is
-    worth more than to move.
+    (François-Lavet et al. 2015), also if no episode has ended, for which `longest` is 0. With a far horizon from the
+    start, a walker stands still, because to stay alive is worth more than to move.
     """
-    last = min(max(longest, MIN_HORIZON), MAX_HORIZON)
+    last = min(max(longest, MIN_HORIZON), MAX_HORIZON) if longest else MAX_HORIZON
     first = min(FIRST_HORIZON, last)
     return 1 - 1 / float(first ** (1 - progress) * last**progress)
 
@@ -173,6 +173,8 @@ def choose(settings: RlSettings, spaces: Spaces) -> OnPolicy | OffPolicy:
     algorithms.
     """
     row = DEFAULTS[kind(settings, spaces)]
+    if settings.max_steps:  # ends the training, however many iterations it takes
+        row = replace(row, max_iterations=None)
     if isinstance(row, OffPolicy) and settings.max_steps:
         most = int(MAX_RANDOM_SHARE * settings.max_steps)
         row = replace(row, learning_starts=min(row.learning_starts, most))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 # initial values, for one action and for several: wide noise would hide the effect of each of several
 INITIAL_LOG_STD = (0.0, -1.0)
 INITIAL_SDE_LOG_STD = (-0.5, -3.0)  # of each feature: with 64 in (-1, 1), deviations of about 2.4 and 0.2
-MAX_INDEPENDENT_LOG_STD = -1.4  # of each feature, of noise that is not held: a deviation of about 1
+MAX_INDEPENDENT_STD = 0.5  # at first, of noise that is not held
 MIN_VARIANCE = 1e-6
 LOG_STD_BOUNDS = (-20.0, 2.0)  # of SAC: Haarnoja et al. 2018
 MAX_SQUASHED = 1 - 1e-6  # of an action whose Gaussian is computed
@@ -174,10 +174,10 @@ class StateDependent(Distribution):
         self.register_buffer("held", torch.ones((), dtype=torch.bool))
 
     @torch.no_grad()
-    def release(self) -> None:
-        """From now on the noise is independent, and as narrow as that of a Gaussian."""
+    def release(self, deviation: float) -> None:
+        """From now on the noise is independent, and narrow. `deviation` is that of the actions so far."""
         self.held.fill_(False)
-        self.log_std.clamp_(max=MAX_INDEPENDENT_LOG_STD)
+        self.log_std.add_(min(0.0, math.log(MAX_INDEPENDENT_STD / max(deviation, MAX_INDEPENDENT_STD))))
 
     def draw(self, count: int) -> Tensor | None:
         """One matrix [f, k] for each of `count` environments."""

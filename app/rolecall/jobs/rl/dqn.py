@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.jobs.rl.distributions import EpsilonGreedy
+from rolecall.jobs.rl.model import learned_parameters
 from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, follow, set_gradients
 from rolecall.jobs.rl.replay import Batch
 from rolecall.jobs.rl.spaces import Spaces
@@ -26,7 +27,7 @@ class Dqn(OffPolicyLearner):
         assert isinstance(self.model.actions, EpsilonGreedy)
         self.actions = self.model.actions
         self.target = copy.deepcopy(self.model.policy).requires_grad_(False)
-        self._parameters = list(self.model.policy.parameters())
+        self._parameters = learned_parameters(self.model.policy)
         self.optimizer = torch.optim.Adam(self._parameters, lr=self.choices.lr, fused=True)
 
     def _step(self, batch: Batch) -> Tensor:
@@ -42,7 +43,12 @@ class Dqn(OffPolicyLearner):
         nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
         self.optimizer.step()
         follow(self.target, policy, TARGET_RATE)
-        return torch.stack((torch.zeros_like(loss), loss.detach(), self._entropy, self.actions.epsilon))
+        return torch.stack((torch.zeros_like(loss), loss.detach(), self._entropy))
+
+    @property
+    def exploration(self) -> float:
+        """See `OffPolicyLearner.exploration`."""
+        return float(self.actions.epsilon)
 
     def _explore(self) -> None:
         start = self.choices.learning_starts

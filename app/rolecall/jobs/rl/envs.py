@@ -178,7 +178,7 @@ def _spec_of(env_id: str) -> EnvSpec | None:
 
 def _vector(spec: EnvSpec, num_envs: int) -> VectorEnv | None:
     """The environment's own vector implementation; None if it has none that can be used."""
-    if spec.vector_entry_point is None:
+    if spec.vector_entry_point is None or spec.additional_wrappers:  # make_vec refuses these
         return None
     envs = gymnasium.make_vec(spec, num_envs=num_envs)
     space = envs.single_observation_space

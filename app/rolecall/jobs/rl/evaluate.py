@@ -18,9 +18,9 @@ from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.messages import Array, Done
 from rolecall.jobs.rl.processes import Advance, OnHang, play_each
 from rolecall.jobs.rl.spaces import Spaces
-from rolecall.jobs.rl.stepping import Envs, abandon
+from rolecall.jobs.rl.stepping import MAX_SEED, Envs, abandon
 from rolecall.jobs.rl.video import FilmedEnv, Video
-from rolecall.jobs.support import choose_device, progress
+from rolecall.jobs.support import choose_device, progress, seed_generators
 
 SEED_OFFSET = 1_000_003  # gives episodes that were not trained on
 # stepped together; a constant, because an episode's numbers depend on the batch that its observations are in
@@ -67,7 +67,6 @@ def evaluate(
     def play_in(group: Envs, advance: Advance) -> Played:
         # on a busy machine torch's threads wait for each other: with two, a step in Boxing took ten times as long
         torch.set_num_threads(1)
-        torch.manual_seed(group.seed)
         trained = restore(settings, group.spaces, state)
         held = None if deterministic else choose(settings, group.spaces).rollout_steps
         played = _play(Actor(trained, device), group, held, advance)
@@ -75,11 +74,13 @@ def evaluate(
         return played
 
     def play(numbers: range, advance: Advance, on_hang: OnHang = abandon) -> Played:
+        seed_generators((seed + numbers.start) % MAX_SEED)  # a fork has its parent's
         return play_in(Envs(shared, len(numbers), seed + numbers.start, numbers.start, on_hang), advance)
 
     played = dict[int, Played]()
     with progress("evaluating", episodes, "episodes") as advance:
         if video is not None:
+            seed_generators(seed % MAX_SEED)
             with Video(video) as film:
                 played[0] = play_in(FilmedEnv(settings, seed, film), advance)
         if processes > 1:

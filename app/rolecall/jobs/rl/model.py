@@ -201,7 +201,8 @@ def _users(
         out = policy.eval()(*([observations, torch.zeros(2, size)] if size else [observations]))
     if problem := _problem(out, actions.size, size):
         raise UsageError(
-            f"POLICY={settings.policy}: {problem}; {spaces.action} needs parameters of shape (n, {actions.size})"
+            f"POLICY={settings.policy}: {problem}; {spaces.action} needs float32 parameters of shape "
+            f"(n, {actions.size})"
         )
     with_value = not isinstance(out, Tensor) and len(out) == (3 if size else 2)
     return ActorCritic(policy, None if with_value or baseline is None else baseline(), actions, normalizer)
@@ -216,7 +217,7 @@ def _problem(out: Any, parameters: int, state: int) -> str:
         return f"returns a {type(out).__name__}, not {wanted}"
     if not all(torch.isfinite(each).all() for each in (given, *rest) if isinstance(each, Tensor)):
         return "returns numbers that are not finite for observations of zeros"
-    if given.shape != (2, parameters) or not given.is_floating_point():
+    if given.shape != (2, parameters) or given.dtype != torch.float32:
         return f"returns parameters of shape {tuple(given.shape)} and type {given.dtype} for 2 observations"
     if state:
         last = rest.pop()
@@ -240,6 +241,11 @@ def to_tensor(observations: Array, device: torch.device) -> Tensor:
     elif not observations.flags.writeable:
         observations = observations.copy()  # torch warns of memory that is read-only
     return torch.from_numpy(observations).to(device)
+
+
+def learned_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module but for those that a POLICY has frozen."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def check(settings: RlSettings) -> None:

@@ -78,7 +78,7 @@ class OffPolicyLearner:
         """
         new = sum(trajectory.samples for trajectory in trajectories)
         if not new:  # every environment only reset
-            return Update(rows=self.replay.size)
+            return Update(exploration=self.exploration, rows=self.replay.size)
         for trajectory in trajectories:
             if self.model.normalizer is not None:
                 seen = to_tensor(trajectory.observations[:-1][trajectory.experience], self.device)
@@ -88,11 +88,11 @@ class OffPolicyLearner:
         self.version += 1
         self._explore()
         if self.samples < self.choices.learning_starts or not self.replay.has_steps:
-            return Update(rows=self.replay.size)
+            return Update(exploration=self.exploration, rows=self.replay.size)
         self._owed += new * self.choices.updates_per_step
         count = int(self._owed)
         self._owed -= count
-        sums = torch.zeros(4, device=self.device)
+        sums = torch.zeros(3, device=self.device)
         flush_denormals()
         try:
             for batch in self._batches(count):
@@ -101,7 +101,8 @@ class OffPolicyLearner:
             torch.set_flush_denormal(False)
         self.optimizer_steps += count
         means = Update(*(sums / max(1, count)).tolist())
-        return means._replace(passes=count * self.choices.batch_size / new, rows=self.replay.size)
+        passes = count * self.choices.batch_size / new
+        return means._replace(exploration=self.exploration, passes=passes, rows=self.replay.size)
 
     def _batches(self, count: int) -> Iterator[Batch]:
         """The samples of `count` optimizer steps, with observations as the networks take them. They are drawn for many
@@ -125,7 +126,12 @@ class OffPolicyLearner:
         raise NotImplementedError
 
     def _step(self, batch: Batch) -> Tensor:
-        """Makes an optimizer step. Returns policy loss, value loss, entropy and exploration [4]."""
+        """Makes an optimizer step. Returns policy loss, value loss and entropy [3]."""
+        raise NotImplementedError
+
+    @property
+    def exploration(self) -> float:
+        """SAC's entropy coefficient, or DQN's epsilon."""
         raise NotImplementedError
 
     def _explore(self) -> None:

@@ -23,7 +23,7 @@ from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.defaults import OnPolicy, discount
 from rolecall.jobs.rl.distributions import StateDependent
 from rolecall.jobs.rl.messages import Array, Done, PolicyState, Trajectory
-from rolecall.jobs.rl.model import ActorCritic, to_tensor
+from rolecall.jobs.rl.model import ActorCritic, learned_parameters, to_tensor
 from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
 
 CHUNK_SAMPLES = 2048  # samples in one pass: their activations fit the cache
@@ -34,6 +34,7 @@ MIN_LR, MAX_LR = 1e-5, 2e-3  # bounds of the adaptive learning rate
 LR_DECAY_SHARE = 0.5  # last share of the training, in which the upper bound falls to 0
 KL_STOP_FACTOR = 4.0  # times TARGET_KL: an iteration's passes end
 MIN_SIGNAL = 0.005  # of the returns, or of the rewards: smaller differences are mostly the critic's errors
+MAX_FALL_STEPS = 128  # mean steps to the first terminations of a task in which something falls
 SHORT_ROLLOUTS = 4  # as long as all rewards are alike, rollouts have the steps of the defaults over this
 VALUE_COEF = 0.5  # of the value loss: PPO's usual half
 RETURN_STATISTICS_DECAY = 0.95  # of the mean and variance that normalise values
@@ -81,9 +82,9 @@ class Ppo:
     ) -> None:
         self.model = model.to(device).eval()
         self.settings, self.choices, self.device = settings, choices, device
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=choices.lr, eps=1e-5, fused=True)
+        self._parameters = learned_parameters(model)
+        self.optimizer = torch.optim.Adam(self._parameters, lr=choices.lr, eps=1e-5, fused=True)
         self.version, self.optimizer_steps = 0, 0
-        self._parameters = list(model.parameters())
         self._threads = threads
         self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
@@ -119,7 +120,6 @@ class Ppo:
         with torch.no_grad():
             samples = join([self._samples(trajectory) for trajectory in trajectories])
         used = samples.used
-        self._choose_noise(trajectories)
         if not used.any():  # every environment only reset: nothing to learn
             return Update()
         explained = _explained(samples.returns[used], samples.values[used])
@@ -133,27 +133,34 @@ class Ppo:
         samples.values = (advantages - mean) / (deviation + 1e-8)  # from here on, the advantages of the loss
         samples.returns = (samples.returns - self._mean) / self._scale
         self._max_rate = max(MAX_LR, self.choices.lr) * min(1.0, (1 - progress) / LR_DECAY_SHARE)
+        if self._narrows_noise(trajectories):  # the samples are those of another policy
+            self.version += 1
+            return Update(explained=explained)
         sums, steps = self._passes(samples, max(1, math.ceil(self.choices.epochs * informed)))
         self.version += 1
         self.optimizer_steps += steps
         means = Update(*(sums / max(steps, 1)).tolist())
         return means._replace(explained=explained, passes=steps / self._minibatches(samples))
 
-    def _choose_noise(self, trajectories: Sequence[Trajectory]) -> None:
-        """Decides, when the first episodes terminate, whether the noise of gSDE stays held.
+    def _narrows_noise(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Decides, when the first episodes terminate, whether the noise of gSDE stays held, and narrows it if not.
 
-        If they took fewer steps than a rollout, something falls, and noise that pushes to one side for the whole
-        episode makes it fall whatever the policy does.
+        If episodes are short, something falls, and noise that pushes to one side for a whole episode makes it fall
+        whatever the policy does.
         """
         actions = self.model.actions
         if self._unended is None or not isinstance(actions, StateDependent):
-            return
+            return False
         self._unended += sum(trajectory.samples for trajectory in trajectories)
         ends = sum(int((trajectory.dones == Done.TERMINATED).sum()) for trajectory in trajectories)
-        if ends:
-            if self._unended <= ends * self.choices.rollout_steps:
-                actions.release()
-            self._unended = None
+        if not ends:
+            return False
+        falls = self._unended <= ends * MAX_FALL_STEPS
+        self._unended = None
+        if falls:
+            chosen = [trajectory.actions[trajectory.experience] for trajectory in trajectories]
+            actions.release(float(np.concatenate(chosen).std()))
+        return falls
 
     def _informed(self, deviation: float, returns: Tensor, rewards: Array) -> float:
         """How much of the advantages, with this standard deviation, is more than the critic's errors: 0 to 1.
@@ -343,7 +350,8 @@ class Ppo:
         # an earlier version's checkpoint lacks these
         self._found, self.optimizer_steps = state.get("found", True), state.get("optimizer_steps", 0)
         self._rewards = state.get("rewards", (0.0, 1.0))
-        self._unended = state.get("unended")
+        if self.settings.exploration is None:
+            self._unended = state.get("unended")
 
 
 def _explained(returns: Tensor, values: Tensor) -> float:

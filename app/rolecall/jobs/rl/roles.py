@@ -191,7 +191,8 @@ class Agent:
     def _progress(self) -> float:
         settings = self.settings
         by_steps = self.state["samples"] / settings.max_steps if settings.max_steps else 0.0
-        return min(1.0, max(by_steps, self.context.step / self.choices.max_iterations))
+        most = self.choices.max_iterations
+        return min(1.0, max(by_steps, self.context.step / most if most else 0.0))
 
 
 class Observer:

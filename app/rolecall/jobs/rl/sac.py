@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.jobs.rl.distributions import Squashed
+from rolecall.jobs.rl.model import learned_parameters
 from rolecall.jobs.rl.networks import Critics
 from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, flush_denormals, follow, set_gradients
 from rolecall.jobs.rl.replay import Batch
@@ -40,7 +41,7 @@ class Sac(OffPolicyLearner):
         self.target = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_coefficient = nn.Parameter(torch.zeros((), device=self.device))
         self.dimensions = math.prod(spaces.action_shape)
-        self._policy, self._critic = list(self.model.policy.parameters()), list(self.critics.parameters())
+        self._policy, self._critic = learned_parameters(self.model.policy), learned_parameters(self.critics)
         self.optimizer = torch.optim.Adam(
             [*self._policy, *self._critic, self.log_coefficient], lr=self.choices.lr, fused=True
         )
@@ -62,7 +63,12 @@ class Sac(OffPolicyLearner):
         self.log_coefficient.grad = entropy + self.dimensions  # the target is an entropy of -k nats
         self.optimizer.step()
         follow(self.target, self.critics, TARGET_RATE)
-        return torch.stack((policy_loss, value_loss.detach(), entropy, coefficient))
+        return torch.stack((policy_loss, value_loss.detach(), entropy))
+
+    @property
+    def exploration(self) -> float:
+        """See `OffPolicyLearner.exploration`."""
+        return float(self.log_coefficient.detach().exp())
 
     def _run(self, function: Callable[..., R], *args: Any) -> Future[R]:
         """Calls the function, in the other thread if there is one, after what was called there before."""

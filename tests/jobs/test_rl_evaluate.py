@@ -127,15 +127,15 @@ class Interrupting(Stuck):
 
 
 class Shared(Counted):
-    """The length of its episodes is drawn from the generators that a process has for everyone."""
+    """Pays what is drawn from the generators that a process has for everyone."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         observation, info = super().reset(seed=seed, options=options)
-        self.length = random.randrange(1, 10**4) + np.random.randint(10**4) * 10**-4
+        self.pay = random.randrange(10**4) + np.random.randint(10**4) * 10**-4
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return np.array([3.0], np.float32), self.length, True, False, {}
+        return np.array([3.0], np.float32), self.pay, True, False, {}
 
 
 class Invisible(Counted):

@@ -25,8 +25,7 @@ def free_ports(count: int) -> list[int]:
         port = _share[0]
         _share.rotate(-1)
         with contextlib.suppress(UsageError):
-            for holder in here.reserve(2, [port, port + 1]):
-                holder.close()
+            here.free_ports(2, [port, port + 1])
             found.append(port)
         if len(found) == count:
             return found

@@ -56,7 +56,11 @@ def running(directory: Path, job: str = "rl", **settings: str) -> Iterator[tuple
 
 def zygote_of(run: int) -> psutil.Process:
     (found,) = until(
-        lambda: [child for child in psutil.Process(run).children() if "zygote" in " ".join(child.cmdline())],
+        lambda: [
+            child
+            for child in psutil.Process(run).children()
+            if not ended(child) and "zygote" in " ".join(child.cmdline())
+        ],
         "the zygote",
     )
     return found
@@ -179,8 +183,9 @@ def test_killed_run_whose_ranks_print_megabytes_leaves_no_process_and_no_socket(
     temporary = tempfile.mkdtemp(prefix="rolecall-")  # short: the path of a socket has at most 107 characters
     loud = {**ENDLESS["rl"], "ENV_ID": "tests.integration.environments:Loud-v0"}
     with running(tmp_path, TMPDIR=temporary, **loud) as (run, lines):
+        log = tmp_path / "logs" / "observer-0.log"
+        until(lambda: log.exists() and "x" * 3_000_000 in log.read_text(), "the megabytes")
         until(lambda: any("checkpoint" in line for line in lines), "a checkpoint")
-        assert "x" * 3_000_000 in (tmp_path / "logs" / "observer-0.log").read_text()
         family = [
             child
             for child in psutil.Process(run.pid).children(recursive=True)

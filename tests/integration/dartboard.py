@@ -31,7 +31,8 @@ class Thrower:
 def lead(context: Context[Board]) -> dict[str, Any]:
     """Rank 0's."""
     s, state = context.settings, context.restore({"hits": 0, "darts": 0})
-    for _ in context.steps(s.rounds or None, until=(context.files / "stop").exists):
+    # a generation that begins anew, since all throwers were lost before the first checkpoint, throws once at least
+    for _ in context.steps(s.rounds or None, until=lambda: state["darts"] > 0 and (context.files / "stop").exists()):
         counts = list(context.call_all(Thrower.throw, s.darts))
         if not counts:
             context.redo()

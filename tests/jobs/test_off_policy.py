@@ -298,11 +298,20 @@ class Users(nn.Module):
         return (out, out[:, 0], *state)
 
 
+def frozen(size: int, observation: Any, action: Any) -> nn.Module:
+    """A policy whose weight stays, and whose bias learns."""
+    users = Users(size)
+    users.body.weight.requires_grad_(False)
+    return users
+
+
 @pytest.fixture(autouse=True)
 def _factories(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("off_policy_of_a_user")
     for size in (3, 4):
         setattr(module, f"of_{size}", functools.partial(lambda size, observation, action: Users(size), size))
+    for name, size in (("sac", 4), ("dqn", 3)):
+        setattr(module, f"frozen_{name}", functools.partial(frozen, size))
     module.with_state = lambda observation, action: Users(4, state=2)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -317,6 +326,14 @@ def test_a_policy_of_a_user(algorithm: str, size: int) -> None:
     assert not any(map(torch.equal, before, learner.model.parameters()))
     with pytest.raises(UsageError, match=rf"needs float32 parameters of shape \(n, {size}\)"):
         make(algorithm, policy=f"off_policy_of_a_user:of_{7 - size}")
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "dqn"])
+def test_a_part_of_a_policy_can_be_frozen(algorithm: str) -> None:
+    learner = make(algorithm, policy=f"off_policy_of_a_user:frozen_{algorithm}")
+    before = [parameter.clone() for parameter in learner.model.parameters()]
+    learn(learner, 1)
+    assert list(map(torch.equal, before, learner.model.parameters())) == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ class StateDependent(Distribution):
     def release(self, deviation: float) -> None:
         """From now on the noise is independent, and narrow. `deviation` is that of the actions so far."""
         self.held.fill_(False)
-        self.log_std.add_(min(0.0, math.log(MAX_INDEPENDENT_STD / max(deviation, MAX_INDEPENDENT_STD))))
+        self.log_std.add_(math.log(MAX_INDEPENDENT_STD / max(deviation, MAX_INDEPENDENT_STD)))
 
     def draw(self, count: int) -> Tensor | None:
         """One matrix [f, k] for each of `count` environments."""

@@ -41,7 +41,7 @@ class Sac(OffPolicyLearner):
         self.target = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_coefficient = nn.Parameter(torch.zeros((), device=self.device))
         self.dimensions = math.prod(spaces.action_shape)
-        self._policy, self._critic = learned_parameters(self.model.policy), learned_parameters(self.critics)
+        self._policy, self._critic = learned_parameters(self.model.policy), list(self.critics.parameters())
         self.optimizer = torch.optim.Adam(
             [*self._policy, *self._critic, self.log_coefficient], lr=self.choices.lr, fused=True
         )

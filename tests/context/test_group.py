@@ -68,8 +68,6 @@ def context(tmp_path: Path, supervisor: Supervisor, wire: Wire) -> Context:
     context = make(tmp_path, supervisor, lease_seconds=1)
     context.transport = wire
     context.watchdog.ready()
-    for name in ("agent_0", "observer_0", "observer_1"):
-        context.watchdog.answered(None, name)
     return context
 
 
@@ -303,18 +301,16 @@ def test_when_all_were_lost_in_a_drain_there_are_no_answers(context: Context, wi
     assert list(answers) == []
 
 
-def test_first_call_may_take_a_phase_more(tmp_path: Path, supervisor: Supervisor, wire: Wire) -> None:
+def test_a_call_in_a_phase_may_take_a_phase(tmp_path: Path, supervisor: Supervisor, wire: Wire) -> None:
     context = make(tmp_path, supervisor, phase_timeout=500)
     context.transport = wire
     context.start(0)
-    context.call(ONE, Observer.double, 1)
     context.options(timeout=3).call(TWO, Observer.double, 1)
     context.options(timeout=0).call(TWO, Observer.double, 1)
-    context.watchdog.answered(None, ONE.name)
     with context.evaluating():
         context.call(ONE, Observer.double, 1)
     context.call(ONE, Observer.double, 1)
-    assert [call[-1] for call in wire.calls] == [510, 503, 0, 500, 10]
+    assert [call[-1] for call in wire.calls] == [3, 0, 500, 10]
 
 
 def test_unknown_peer_is_refused(context: Context, supervisor: Supervisor) -> None:

@@ -168,24 +168,23 @@ def test_a_call_with_a_deadline_extends_the_step(clock: Clock) -> None:
     assert "step 3 has taken 301 s" in clock.passes(301)
 
 
-def test_a_peer_that_has_answered_nothing_may_be_loading(clock: Clock) -> None:
+def test_a_callers_timeout_counts_from_the_call_and_the_default_from_its_begin(clock: Clock) -> None:
     watchdog = clock.watchdog
     watchdog.ready()
-    assert [watchdog.limit("ps_0", timeout, 10) for timeout in (-1, 5, 0)] == [610, 605, 0]
-    watchdog.answered(watchdog.called(5), "ps_0")
-    assert [watchdog.limit("ps_0", timeout, 10) for timeout in (-1, 5, 0)] == [10, 5, 0]
-    assert watchdog.limit("ps_1", -1, 10) == 610
+    default, given, none = (watchdog.limit(timeout, 10) for timeout in (-1, 5, 0))
+    assert [default, given, none] == [10, 5, 0]
+    assert [each.from_begin for each in (default, given, none)] == [True, False, False]
+    assert [each.total for each in (default, given, none)] == [610, 605, 0]
 
 
 def test_a_call_made_in_a_phase_has_the_phases_time(clock: Clock) -> None:
     watchdog = clock.watchdog
-    watchdog.answered(None, "ps_0")
-    assert watchdog.limit("ps_0", -1, 10) == 600  # loading
+    assert watchdog.limit(-1, 10) == 600  # loading
     watchdog.ready()
     with watchdog.phase("saving"):
-        assert [watchdog.limit("ps_0", timeout, 10) for timeout in (-1, 5, 0)] == [600, 5, 0]
+        assert [watchdog.limit(timeout, 10) for timeout in (-1, 5, 0)] == [600, 5, 0]
         beside = list[float]()
-        thread = threading.Thread(target=lambda: beside.append(watchdog.limit("ps_0", -1, 10)))
+        thread = threading.Thread(target=lambda: beside.append(watchdog.limit(-1, 10)))
         thread.start()
         thread.join()
         assert beside == [10]  # training goes on while another thread saves

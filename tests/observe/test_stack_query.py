@@ -190,7 +190,7 @@ def test_long_calls_are_reported() -> None:
     assert thread
     now[0] = 102.0
     assert [call[1] for call in watchdog.long_calls()] == ["push", "pull"]
-    watchdog.answered(first, "ps_0")
+    watchdog.answered(first)
     assert [call[1] for call in watchdog.long_calls()] == ["pull"]
 
 

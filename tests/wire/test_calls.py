@@ -13,7 +13,7 @@ import torch
 from structlog.typing import EventDict
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
-from rolecall.wire import link
+from rolecall.wire import link, pending
 from rolecall.wire.codec import encode
 from rolecall.wire.frames import Kind
 from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Link, Sockets
@@ -144,6 +144,137 @@ def test_a_message_over_the_limit_fails_alone(memory: bool) -> None:
     assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1
     assert wires.call("a", "b", "echo", bytes(2**20 - 1000)).result(DEADLINE) == bytes(2**20 - 1000)
     wires.close()
+
+
+# ---- links that are being made
+
+
+class Gate:
+    """Connects `a` to `b` once it is told to, by part numbers; `wires` makes the sockets."""
+
+    def __init__(self, wires: Wires) -> None:
+        self.wires, self.opened = wires, dict[int, threading.Event]()
+        self.asked = list[tuple[str, int]]()
+        self.lock = threading.Lock()
+
+    def gate(self, join: int) -> threading.Event:
+        with self.lock:
+            return self.opened.setdefault(join, threading.Event())
+
+    def open(self, peer: str, join: int) -> Sockets:
+        self.asked.append((peer, join))
+        if not self.gate(join).wait(DEADLINE):
+            raise PeerLostError(f"{peer} cannot be reached")
+        return self.wires.sockets("a", peer)._replace(join=join)
+
+
+@pytest.fixture
+def gate(wires: Wires) -> Iterator[Gate]:
+    made = Gate(wires)
+    wires.wires["a"]._connector = made
+    yield made
+    for event in made.opened.values():
+        event.set()
+
+
+def test_calls_wait_for_their_link_and_the_caller_does_not(wires: Wires, gate: Gate) -> None:
+    value = bytearray(b"x" * 10_000)
+    futures = [wires.call("a", peer, "echo", value) for peer in ("b", "c") for _ in range(3)]
+    value[:] = b"y" * 10_000  # its own again
+    until(lambda: sorted(gate.asked) == [("b", 0), ("c", 0)], "both, at once")
+    gone = threading.Event()
+    wires.wires["a"].on_disconnect("b", lambda peer: gone.set())
+    assert wires.wires["a"].in_flight("b") == 3
+    cancelled = wires.call("a", "b", "count_calls")
+    cancelled.cancel()
+    late = wires.call("a", "b", "echo", 1, seconds=0.1)
+    with pytest.raises(PeerLostError, match=r"within 0.1 s \(TEST_TIMEOUT=1\): the connection to it is not made yet"):
+        late.result(DEADLINE)
+    assert not any(future.done() for future in futures)
+    gate.gate(0).set()
+    assert [future.result(DEADLINE) for future in futures] == [bytearray(b"x" * 10_000)] * 6
+    assert wires.call("a", "b", "count_calls").result(DEADLINE) == 1
+    assert not gone.is_set()
+    wires.wires["b"].lose("a", "b has ended")
+    assert gone.wait(DEADLINE)
+
+
+def test_a_loss_ends_what_waits_for_the_link(wires: Wires, gate: Gate) -> None:
+    gone = threading.Event()
+    future = wires.call("a", "b", "echo", 1)
+    wires.wires["a"].on_disconnect("b", lambda peer: gone.set())
+    wires.wires["a"].lose("b", "it was lost")
+    with pytest.raises(PeerLostError, match="b does not answer: it was lost"):
+        future.result(DEADLINE)
+    assert gone.wait(DEADLINE)
+    gate.gate(0).set()
+    until(lambda: not wires.wires["b"]._accepted, "the end of the connection that nobody wants")
+    with pytest.raises(PeerLostError, match="it was lost"):
+        wires.call("a", "b", "echo", 1).result(DEADLINE)
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_a_peer_that_joins_again_is_connected_to_anew(wires: Wires, gate: Gate, first: str) -> None:
+    """Whichever connection is made first: the part that was to be called has gone."""
+    future = wires.call("a", "b", "echo", 1)
+    until(lambda: gate.asked == [("b", 0)], "the connection to the one before")
+    wires.wires["a"].joined("b", 1)
+    until(lambda: gate.asked == [("b", 0), ("b", 1)], "the connection to the new one")
+    gate.gate(0 if first == "old" else 1).set()
+    if first == "new":
+        assert future.result(DEADLINE) == 1
+    gate.gate(0).set()
+    gate.gate(1).set()
+    assert future.result(DEADLINE) == 1
+    assert wires.call("a", "b", "echo", 2).result(DEADLINE) == 2
+    assert wires.wires["a"]._links["b"].join == 1
+    until(lambda: len(wires.wires["b"]._accepted) == 1, "the end of the other")
+
+
+def test_a_peer_that_cannot_be_connected_to(wires: Wires) -> None:
+    class Broken:
+        def open(self, peer: str, join: int) -> Sockets:
+            raise ZeroDivisionError("broken")
+
+    wires.wires["a"]._connector = Broken()
+    gone = threading.Event()
+    wires.wires["a"].on_disconnect("b", lambda peer: gone.set())
+    with pytest.raises(PeerLostError, match="b cannot be connected to: ZeroDivisionError: broken"):
+        wires.call("a", "b", "echo", 1).result(DEADLINE)
+    assert gone.wait(DEADLINE)
+    wires.wires["a"]._connector = Gate(wires)
+    wires.wires["a"]._connector.gate(0).set()
+    assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1  # it is not lost
+
+
+def test_no_more_than_may_be_in_flight_waits_for_a_link(
+    wires: Wires, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "MAX_IN_FLIGHT", 5)
+    futures = [wires.call("a", "b", "echo", number) for number in range(5)]
+    outcome = list[Any]()
+    more = threading.Thread(target=lambda: outcome.append(wires.call("a", "b", "echo", 5).result(DEADLINE)))
+    more.start()
+    opening = wires.wires["a"]._openings["b"]
+    until(lambda: more.is_alive() and len(wires.wires["a"]._pending) == 6, "one that is held up")
+    assert len(opening.waiting) == 5
+    gate.gate(0).set()
+    more.join(DEADLINE)
+    assert [*(future.result(DEADLINE) for future in futures), *outcome] == list(range(6))
+
+
+def test_the_end_of_a_session_closes_everything(logged: list[EventDict]) -> None:
+    closed = list[int]()
+
+    def fail() -> None:
+        raise OSError("a closer")
+
+    session = Session(3)
+    for close in (lambda: closed.append(1), fail, lambda: closed.append(2)):
+        session.on_end(close)
+    session.end()
+    assert (closed, session.wait(0)) == ([2, 1], True)
+    assert [event["log_level"] for event in logged] == ["error"]
 
 
 # ---- links

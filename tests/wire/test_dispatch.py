@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import concurrent.futures
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from rolecall.errors import RemoteError, UsageError
+from rolecall.errors import CallTimeoutError, Drained, RemoteError, UsageError
 from rolecall.wire import dispatch
+from rolecall.wire.codec import encode
 from rolecall.wire.dispatch import STREAM_CREDITS
+from rolecall.wire.frames import FrameReader, FrameWriter, Kind
 from rolecall.wire.future import Future
+from rolecall.wire.link import Sockets
+from rolecall.wire.messages import Deadline, Request
 from tests.wire.wires import DEADLINE, Member, Wires, until
 
 
@@ -71,7 +76,7 @@ def test_a_turn_that_nobody_waits_for_is_not_taken(wires: Wires) -> None:
     first, late = wires.call("a", "b", "turn", "first"), wires.call("a", "b", "turn", "late", seconds=0.1)
     cancelled = wires.call("a", "b", "turn", "cancelled")
     assert cancelled.cancel()
-    with pytest.raises(RuntimeError, match=r"b has not answered turn within 0.1 s \(TEST_TIMEOUT=1\)"):
+    with pytest.raises(RuntimeError, match=r"turn within 0.1 s \(TEST_TIMEOUT=1; it has not begun\)"):
         late.result(DEADLINE)
     wires.call("a", "b", "echo", 0).result(DEADLINE)
     threading.Thread(target=wires.wires["b"].dispatcher.serve_turns, daemon=True).start()
@@ -165,9 +170,23 @@ def test_what_a_method_raises(wires: Wires) -> None:
     cause = raised.value.__cause__
     assert isinstance(cause, KeyError)
     assert "in fail" in str(cause.__cause__)
-    with pytest.raises(RemoteError, match="b raised SystemExit: 3"):
-        wires.call("a", "b", "fail", SystemExit(3)).result(DEADLINE)
+    for method in ("fail", "fail_async"):
+        for error in (SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Drained(2)):
+            with pytest.raises(RemoteError, match=f"b raised .*{type(error).__name__}"):
+                wires.call("a", "b", method, error).result(DEADLINE)
+    assert wires.call("a", "b", "make_async", 2).result(DEADLINE) == b"xx"
     assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1
+
+
+def _exit() -> None:
+    raise SystemExit(4)
+
+
+class Exit:
+    """Ends the program that reads it."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return _exit, ()
 
 
 class Mischief:
@@ -194,8 +213,85 @@ def test_what_cannot_be_pickled_or_read_fails_its_call_alone(wires: Wires) -> No
     member(wires).later.set_result(Mischief(False))
     with pytest.raises(RemoteError, match="the answer of postponed by b cannot be read: ZeroDivisionError"):
         wires.call("a", "b", "postponed").result(DEADLINE)
+    with pytest.raises(RemoteError, match="b raised SystemExit: 4"):
+        wires.call("a", "b", "echo", Exit()).result(DEADLINE)
+    wires.members["b"].later = Future()
+    member(wires).later.set_result(Exit())
+    with pytest.raises(RemoteError, match="the answer of postponed by b cannot be read: SystemExit"):
+        wires.call("a", "b", "postponed").result(DEADLINE)
     assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1
     assert wires.wires["a"].in_flight("b") == 0
+
+
+@pytest.mark.parametrize(("method", "size"), [("make", 400_000), ("make", 3000), ("make_async", 400_000)])
+def test_a_caller_that_does_not_read_holds_up_nobody_else(wires: Wires, method: str, size: int) -> None:
+    before = threading.active_count()
+    ours, theirs = socket.socketpair()
+    with ours:
+        wires.wires["b"].accept("frozen", Sockets(theirs, theirs))
+        writer = FrameWriter(ours)
+        for number in range(1000):
+            writer.send(Kind.REQUEST, number, encode(tuple(Request(method, (size,), {}, 0.0))))
+        dispatcher = wires.wires["b"].dispatcher
+        until(lambda: sum(link.unread_answers for link in wires.wires["b"]._accepted), "answers that wait")
+        for _ in range(10):
+            assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1
+            assert wires.call("a", "b", "make_async", 1).result(DEADLINE) == b"x"
+        until(lambda: not dispatcher._running, "their places")
+        assert threading.active_count() - before < 2 * dispatch.MAX_UNREAD + 16
+        reader, answered = FrameReader(ours, 2**30), set[int]()
+        while len(answered) < 1000:  # once it reads, all come
+            frame = reader.next()
+            answered.add(frame.call)
+            assert frame.kind == Kind.ANSWER
+
+
+def test_what_is_handed_over_and_not_received_is_taken_back_once(wires: Wires) -> None:
+    seen = member(wires).seen
+    assert wires.call("a", "b", "hand_over", "received").result(DEADLINE) == "received"
+    until(lambda: not wires.wires["b"].dispatcher._calls, "its receipt")
+    ours, theirs = socket.socketpair()
+    with ours:
+        wires.wires["b"].accept("gone", Sockets(theirs, theirs))
+        FrameWriter(ours).send(Kind.REQUEST, 1, encode(tuple(Request("hand_over", ("unread",), {}, 0.0))))
+        assert FrameReader(ours, 2**30).next().kind == Kind.HANDOVER  # and ends without a confirmation
+    until(lambda: seen == ["unread"], "what it did not receive")
+    cancelled = wires.call("a", "b", "pause")
+    cancelled.cancel()
+    wires.wires["a"].lose("b", "the test says so")
+    until(lambda: not wires.wires["b"].dispatcher._calls, "the end")
+    assert seen == ["unread"]
+
+
+def test_a_call_that_waits_for_its_place_is_not_late(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MAX_RUNNING", 2)
+    futures = [wires.call_by_default("a", "b", "nap", 0.1, seconds=0.3) for _ in range(20)]  # a second in all
+    for future in futures:
+        future.result(DEADLINE)
+    assert len(member(wires).seen) == 20  # and none ran twice
+    running = [wires.call("a", "b", "wait") for _ in range(2)]
+    own = wires.call("a", "b", "nap", 0.0, seconds=0.2)
+    default = wires.call_by_default("a", "b", "nap", 0.0, seconds=0.2)
+    with pytest.raises(CallTimeoutError, match=r"within 0.2 s \(TEST_TIMEOUT=1; it has not begun\)"):
+        own.result(DEADLINE)
+    assert not default.done()
+    member(wires).go.set()
+    default.result(DEADLINE)
+    for each in running:
+        each.result(DEADLINE)
+
+
+def test_a_method_that_hangs_is_late_after_its_own_time(wires: Wires) -> None:
+    wires.wires["b"].dispatcher.pause()
+    hung = wires.call_by_default("a", "b", "wait", seconds=0.2)
+    given = wires.wires["a"].call("b", Request("wait", (), {}, 0.0), Deadline(0.2, "timeout=0.2", wait=DEADLINE))
+    with pytest.raises(concurrent.futures.TimeoutError):  # the object is not there yet
+        hung.result(0.6)
+    assert not given.done()
+    wires.wires["b"].dispatcher.serve(member(wires))
+    for future in (hung, given):
+        with pytest.raises(CallTimeoutError, match=r"b has not answered wait within 0.2 s"):
+            future.result(DEADLINE)
 
 
 # ---- streams
@@ -244,11 +340,42 @@ def test_a_stream_is_closed_at_its_owner(wires: Wires, how: str) -> None:
     until(lambda: not wires.wires["b"].dispatcher._calls, "its end")
 
 
+def test_a_stream_is_dropped_by_a_thread_that_holds_the_links_locks(wires: Wires) -> None:
+    """As a collection may do it, which begins anywhere."""
+    stream = wires.stream("a", "b", "count", 10_000)
+    assert next(stream) == 0
+    link = wires.wires["a"]._links["b"]
+    streams = [stream]
+    del stream
+
+    def drop() -> None:
+        with link._lock, link._writer._lock, wires.wires["a"]._lock, wires.wires["a"]._room:
+            streams.clear()
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    assert not thread.is_alive()
+    assert member(wires).closed.wait(DEADLINE)
+
+
+def test_streams_are_bounded(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MAX_STREAMS", 2)
+    streams = [wires.stream("a", "b", "count", 10_000) for _ in range(2)]
+    assert [next(stream) for stream in streams] == [0, 0]
+    with pytest.raises(UsageError, match="b serves no more than 2 streams"):
+        next(wires.stream("a", "b", "count", 1))
+    streams[0].close()
+    until(lambda: wires.wires["b"].dispatcher._streams == 1, "its end")
+    assert list(wires.stream("a", "b", "count", 3)) == [0, 1, 2]
+
+
 def test_a_stream_that_raises(wires: Wires) -> None:
-    stream = wires.stream("a", "b", "breaks")
-    assert next(stream) == 1
-    with pytest.raises(RemoteError, match="b raised ValueError: broken"):
-        next(stream)
+    for error in (ValueError("broken"), SystemExit(3), Drained(2)):
+        stream = wires.stream("a", "b", "breaks", error)
+        assert next(stream) == 1
+        with pytest.raises(RemoteError, match=f"b raised .*{type(error).__name__}"):
+            next(stream)
 
 
 def test_a_stream_whose_item_is_late(wires: Wires) -> None:

@@ -96,7 +96,7 @@ def test_an_end_within_a_frame(pair: Pair) -> None:
         FrameReader(pair[1], LIMIT).next()
 
 
-@pytest.mark.parametrize(("kind", "flags"), [(0, 0), (8, 0), (255, 0), (1, 2), (1, 255), (1, 1)])
+@pytest.mark.parametrize(("kind", "flags"), [(0, 0), (10, 0), (255, 0), (1, 2), (1, 255), (1, 1)])
 def test_what_is_no_frame(pair: Pair, kind: int, flags: int) -> None:
     pair[0].sendall(HEAD.pack(kind, flags, 1, 0, 1) + bytes(64))
     with pytest.raises(FrameError):

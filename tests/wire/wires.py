@@ -14,7 +14,7 @@ from rolecall import remote
 from rolecall.context.services import Services
 from rolecall.errors import PeerLostError
 from rolecall.wire.calls import Wire
-from rolecall.wire.dispatch import Dispatcher
+from rolecall.wire.dispatch import Dispatcher, Handover
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.link import Sockets
 from rolecall.wire.messages import Deadline, Request
@@ -79,6 +79,24 @@ class Member:
         return threading.get_ident()
 
     @remote
+    async def fail_async(self, error: BaseException) -> None:
+        raise error
+
+    @remote
+    async def make_async(self, nbytes: int) -> bytes:
+        return b"x" * nbytes
+
+    @remote
+    async def hand_over(self, value: Any) -> Handover[Any]:
+        self.entered.release()
+        return Handover(value, lambda: self.seen.append(value))
+
+    @remote
+    def nap(self, seconds: float) -> None:
+        self.seen.append(None)
+        time.sleep(seconds)
+
+    @remote
     async def pause(self) -> None:
         import asyncio
 
@@ -103,9 +121,9 @@ class Member:
             self.closed.set()
 
     @remote(stream=True)
-    def breaks(self) -> Iterator[int]:
+    def breaks(self, error: BaseException) -> Iterator[int]:
         yield 1
-        raise ValueError("broken")
+        raise error
 
     @remote
     def bounce(self, other: str, hops: int) -> int:
@@ -152,6 +170,11 @@ class Wires:
     def call(self, caller: str, callee: str, method: str, *args: Any, seconds: float = 0.0, **kwargs: Any) -> Any:
         request = Request(method, args, kwargs, seconds)
         return self.wires[caller].call(callee, request, Deadline(seconds, "TEST_TIMEOUT=1"))
+
+    def call_by_default(self, caller: str, callee: str, method: str, *args: Any, seconds: float) -> Any:
+        """With a deadline that runs from when the method begins."""
+        deadline = Deadline(seconds, "TEST_TIMEOUT=1", wait=DEADLINE, wait_setting="WAIT=20", from_begin=True)
+        return self.wires[caller].call(callee, Request(method, args, {}, deadline.total), deadline)
 
     def stream(self, caller: str, callee: str, method: str, *args: Any, seconds: float = 0.0) -> Stream[Any]:
         return self.wires[caller].stream(callee, Request(method, args, {}, 0.0), Deadline(seconds))

@@ -94,7 +94,8 @@ class Calls:
         """Calls `method`, named by its class such as `Sampler.hits`, of the peer `to`. Returns a `Future` of its
         answer; of a method with `stream`, a `Stream`. They raise RemoteError for what the method raised, PeerLostError
         for a peer that is gone or silent, and CallTimeoutError for one that is alive and has not answered before the
-        deadline. A peer that has answered no call yet may be loading, and has PHASE_TIMEOUT more. A member of an
+        deadline. A `timeout` of yours counts from the call, RPC_TIMEOUT from when the method begins. A call may wait
+        PHASE_TIMEOUT for a peer that loads, and for its turn if it has no `timeout`. A member of an
         elastic role whose connection is found closed is given up.
 
         Raises UsageError for what is no method marked by `remote`, and for one with `turn` at rank 0.
@@ -111,8 +112,8 @@ class Calls:
         self, name: str, mark: Remote, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         group = self._group
-        deadline = group.watchdog.limit(name, self._timeout, group.settings.rpc_timeout)
-        request = Request(method.__name__, args, kwargs, float(deadline), internal=self._internal)
+        deadline = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
+        request = Request(method.__name__, args, kwargs, deadline.total, internal=self._internal)
         if mark.stream:
             return group.connected.stream(name, request, deadline)
         return group.connected.call(name, request, deadline)
@@ -149,13 +150,12 @@ class Calls:
         for name in called:
             self._require_served(mark, method, name)
         answers, session = group.collect(), group.session
-        limit = group.settings.rpc_timeout
-        limits = [group.watchdog.limit(name, self._timeout, limit) for name in called]
+        limit = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
         for name in called:
             future = self._send(name, mark, method, args, kwargs)
             future.add_done_callback(lambda answered, name=name: answers.put((name, answered)))
         # longer than the calls' own deadlines, which end each of them
-        seconds = max(limits, default=0.0) + EXAMINE_SECONDS + limit if self._timeout else None
+        seconds = limit.total + 2 * EXAMINE_SECONDS + group.settings.rpc_timeout if limit else None
         elastic = group.is_elastic(role)
         lost = self._lost or ("skip" if elastic else "raise")
         return self._collect(role, called, answers, seconds, lost=lost, session=session)

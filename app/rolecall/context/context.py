@@ -162,7 +162,13 @@ class Context(Generic[S]):
         that uses it names it, its size and its owner alike. Raises UsageError for another size."""
         owner = at or self.rank0
         items = self.group.queues.open(name, maxsize) if owner.name == self.me.name else None
-        return Queue(name, maxsize, items, lambda ask, end: self.group.connected.call(owner.name, ask, end))
+        return Queue(
+            name,
+            maxsize,
+            items,
+            lambda ask, end: self.group.connected.call(owner.name, ask, end),
+            self.settings.rpc_timeout,
+        )
 
     def publish(
         self,

@@ -82,7 +82,7 @@ class Group:
             session = self.session = Session(attachment.generation, attachment.me.join)
             self._attachment, self.lost = attachment, set(attachment.lost)
             self.mapped.clear()
-            self.watchdog.forget_peers()
+            self.watchdog.forget_calls()
             self.drain_ordered.clear()
             self._changed.notify_all()
         session.on_end(self._ended)
@@ -246,7 +246,6 @@ class Group:
             self.joins += len(joined)
             transport = self._transport
         for peer in joined:
-            self.watchdog.forget_peer(peer.name)
             if transport is not None:
                 transport.joined(peer)
         for peer in members:

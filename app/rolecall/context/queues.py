@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from rolecall.errors import UsageError
+from rolecall.wire.dispatch import Handover
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
 
@@ -144,8 +145,9 @@ class Queues:
         await _wait(answer, seconds)
         return not answer.cancelled()
 
-    async def get(self, name: str, maxsize: int, seconds: float | None) -> tuple[Any, ...]:
-        """The next item as a tuple, which is empty if there was none within `seconds`."""
+    async def get(self, name: str, maxsize: int, seconds: float | None) -> Handover[tuple[Any, ...]] | tuple[()]:
+        """The next item as a tuple, which is empty if there was none within `seconds`. An item that does not reach its
+        getter is in the queue again, as the next one."""
         items = self.open(name, maxsize)
         answer = items.get()
         try:
@@ -154,7 +156,7 @@ class Queues:
             if not answer.cancelled():
                 items.put_back(answer.result())
             raise
-        return () if answer.cancelled() else (answer.result(),)
+        return () if answer.cancelled() else Handover((item := answer.result(),), lambda: items.put_back(item))
 
 
 async def _wait(answer: Pending, seconds: float | None) -> None:
@@ -171,25 +173,31 @@ async def _wait(answer: Pending, seconds: float | None) -> None:
 class Queue(Generic[T]):
     """A queue of at most `maxsize` items, which is at one member and used from all; `Context.queue` makes it.
 
-    An item goes to one getter, and is lost with a member that has taken it. The owner may save the queue: it is a value
+    An item goes to one getter, and is lost with a member that has taken it. If the connection breaks as an item
+    arrives, it may be delivered twice. The owner may save the queue: it is a value
     for `Context.restore`, with the items in it and those that wait for room.
     """
 
     def __init__(
-        self, name: str, maxsize: int, items: Items | None, call: Callable[[Request, Deadline], Future[Any]]
+        self,
+        name: str,
+        maxsize: int,
+        items: Items | None,
+        call: Callable[[Request, Deadline], Future[Any]],
+        rpc_timeout: float,
     ) -> None:
         self.name, self.maxsize = name, maxsize
-        self._items, self._call = items, call
+        self._items, self._call, self._rpc_timeout = items, call, rpc_timeout
 
     def put(self, item: T, timeout: float | None = None) -> None:
         """Puts `item`; waits for room. Raises queue.Full after `timeout` seconds, PeerLostError if the owner is
-        gone."""
+        gone, CallTimeoutError if it is alive and says nothing for RPC_TIMEOUT beyond that."""
         if self._items is not None:
             answer = self._items.put(item)
             if not _ended(answer, timeout):
                 raise queue.Full
             return
-        if not self._ask("queue_put", item, timeout).result():
+        if not self._ask("queue_put", timeout, item).result():
             raise queue.Full
 
     def get(self, timeout: float | None = None) -> T:
@@ -207,7 +215,7 @@ class Queue(Generic[T]):
 
     def put_async(self, item: T) -> concurrent.futures.Future[Any]:
         """As `put`, without the wait: a future that ends once `item` is in the queue."""
-        return self._ask("queue_put", item, None) if self._items is None else self._items.put(item)
+        return self._ask("queue_put", None, item) if self._items is None else self._items.put(item)
 
     def __len__(self) -> int:
         if self._items is None:
@@ -226,9 +234,11 @@ class Queue(Generic[T]):
         for item in state["items"]:
             self._items.put(item)
 
-    def _ask(self, method: str, *args: Any) -> Future[Any]:
-        request = Request(method, (self.name, self.maxsize, *args), {}, 0.0, internal=True)
-        return self._call(request, Deadline(0.0))  # the owner bounds the wait, and its end ends the call
+    def _ask(self, method: str, timeout: float | None, *args: Any) -> Future[Any]:
+        # without a timeout, the wait ends with the owner's worker
+        seconds = 0.0 if timeout is None else timeout + self._rpc_timeout
+        deadline = Deadline(seconds, f"timeout={timeout} and RPC_TIMEOUT={self._rpc_timeout:g}")
+        return self._call(Request(method, (self.name, self.maxsize, *args, timeout), {}, 0.0, internal=True), deadline)
 
 
 def _ended(answer: Pending, timeout: float | None) -> bool:

@@ -12,6 +12,7 @@ from rolecall.context.progress import Progress, ProgressEvent
 from rolecall.declare.remote import remote
 from rolecall.errors import PeerLostError
 from rolecall.wire.connecting import Address
+from rolecall.wire.dispatch import Handover
 from rolecall.wire.late import stacks_of
 
 Search = concurrent.futures.Future[Address]
@@ -47,7 +48,7 @@ class Services:
         return await self._group.queues.put(name, maxsize, item, seconds)
 
     @remote
-    async def queue_get(self, name: str, maxsize: int, seconds: float | None) -> tuple[Any, ...]:
+    async def queue_get(self, name: str, maxsize: int, seconds: float | None) -> Handover[tuple[Any, ...]] | tuple[()]:
         """See `Queues.get`."""
         return await self._group.queues.get(name, maxsize, seconds)
 

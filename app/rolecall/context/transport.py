@@ -98,10 +98,10 @@ class WireTransport:
             span.attributes["sent"] = sent
         counters.calls.inc()
         counters.sent_bytes.inc(sent)
-        token = watchdog.called(deadline, to, method)
+        token = watchdog.called(deadline.total, to, method)
 
         def ended(_: Any, error: Exception | None, received: int) -> None:
-            watchdog.answered(token, to if error is None else "")
+            watchdog.answered(token)
             counters.latency_seconds.observe(time.perf_counter() - started)
             if error is None:
                 counters.received_bytes.inc(received)

@@ -36,12 +36,15 @@ class Entry:
 
 
 @functools.lru_cache(maxsize=64)
-def _deadline(setting: str, seconds: float, phase_timeout: float) -> Deadline:
-    """A deadline of `seconds`, and of `phase_timeout` for the peer's start, unless that is 0."""
-    text = f"{setting}={seconds:g}"
-    if phase_timeout:
-        text += f" and, for its start, PHASE_TIMEOUT={phase_timeout:g}"
-    return Deadline(seconds + phase_timeout, text)
+def _deadline(setting: str, seconds: float, phase_timeout: float, from_begin: bool) -> Deadline:
+    """A deadline of `seconds`, and of `phase_timeout` for what comes before the call begins."""
+    return Deadline(
+        seconds,
+        f"{setting}={seconds:g}" + ("; options(timeout=) gives it more" if from_begin else ""),
+        wait=phase_timeout,
+        wait_setting=f"PHASE_TIMEOUT={phase_timeout:g}",
+        from_begin=from_begin,
+    )
 
 
 class Watchdog:
@@ -72,7 +75,6 @@ class Watchdog:
         self._seconds = deque[float](maxlen=RECENT_STEPS)  # of the last steps
         self._calls: set[PendingCall] = set()  # under way
         self._more_calls: list[Callable[[], list[PendingCall]]] = []
-        self._answered: set[str] = set()  # peers
         self._began_ns = time.monotonic_ns()  # as `_began`, for the trace
 
     # ---- phases
@@ -160,46 +162,39 @@ class Watchdog:
 
     # ---- calls
 
-    def limit(self, to: str, timeout: float, rpc_timeout: float) -> Deadline:
-        """The deadline of a call to the peer `to`. `timeout` comes from the caller. If it is -1, the deadline is
-        `rpc_timeout`, or that of a phase if the caller is in one. A peer that has answered no call yet may be loading:
-        its deadline is extended by that of a phase.
+    def limit(self, timeout: float, rpc_timeout: float) -> Deadline:
+        """The deadline of a call. `timeout` comes from the caller, and counts from the call. If it is -1, the deadline
+        is `rpc_timeout`, or that of a phase if the caller is in one, and counts from when the method begins. A call may
+        wait as long as a phase for a peer that loads and, with -1, behind other calls.
         """
         if timeout == 0:
             return Deadline(0.0)
-        setting = "timeout"
-        if timeout < 0:
-            timeout, setting = rpc_timeout, "RPC_TIMEOUT"
-            thread = threading.get_ident()
-            with self._lock:
-                in_phase = not self._ready or any(entry.thread == thread for entry in self._phases)
-            if in_phase and self._phase_timeout > timeout:
-                timeout, setting = self._phase_timeout, "PHASE_TIMEOUT"
-        return _deadline(setting, timeout, 0.0 if to in self._answered else self._phase_timeout)
+        if timeout > 0:
+            return _deadline("timeout", timeout, self._phase_timeout, False)
+        timeout, setting, thread = rpc_timeout, "RPC_TIMEOUT", threading.get_ident()
+        with self._lock:
+            in_phase = not self._ready or any(entry.thread == thread for entry in self._phases)
+        if in_phase and self._phase_timeout > timeout:
+            timeout, setting = self._phase_timeout, "PHASE_TIMEOUT"
+        return _deadline(setting, timeout, self._phase_timeout, True)
 
     def called(self, timeout: float, to: str = "", method: str = "") -> PendingCall:
-        """A call of `method` at the peer `to` was sent, with a deadline in `timeout` seconds unless that is 0. Returns
+        """A call of `method` at the peer `to` was sent, which ends within `timeout` seconds unless that is 0. Returns
         the argument for `answered`."""
         now = self._clock()
         call = PendingCall(to, method, now, now + timeout if timeout > 0 else 0.0)
         self._calls.add(call)
         return call
 
-    def answered(self, call: PendingCall | None, peer: str = "") -> None:
-        """The call was answered by `peer`, or has failed."""
+    def answered(self, call: PendingCall | None) -> None:
+        """The call was answered, or has failed."""
         if call is not None:
             self._calls.discard(call)
         self._since = self._clock()
-        if peer:
-            self._answered.add(peer)
 
-    def forget_peer(self, peer: str) -> None:
-        """Another worker of `peer` may be loading."""
-        self._answered.discard(peer)
-
-    def forget_peers(self) -> None:
+    def forget_calls(self) -> None:
         """The worker is a part of another generation: what it has called before does not count."""
-        self._answered, self._calls = set(), set()
+        self._calls = set()
 
     def watch_calls(self, pending: Callable[[], list[PendingCall]]) -> None:
         """Includes calls that are not made by way of `called` in `long_calls`."""

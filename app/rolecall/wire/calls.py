@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError
-from rolecall.wire import late
 from rolecall.wire.codec import Encoded, decode, encode
+from rolecall.wire.deadlines import Deadlines
 from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.future import Future, Stream
-from rolecall.wire.late import EXAMINE_SECONDS
 from rolecall.wire.link import Link, Sockets, pair
 from rolecall.wire.messages import Deadline, Failure, Request
+from rolecall.wire.pending import Ended, Opening, Pending
 from rolecall.wire.readers import Watch
 from rolecall.wire.session import Session
 
-CHECK_SECONDS = 0.2  # between two looks at the deadlines of pending calls
-Ended = Callable[[Any, Exception | None, int], None]  # with the answer, or the error; and the answer's bytes
 JOINED_AGAIN = "it has joined again"
 _NOTHING = Encoded(b"", [])
 
@@ -36,23 +34,6 @@ class Connector(Protocol):
     def open(self, peer: str, join: int) -> Sockets:
         """Connects to `peer`, which is there as its part number `join` of the generation, or a later one. Raises
         PeerLostError."""
-
-
-@dataclass(eq=False)
-class Pending:
-    """A call without an answer. `expires` is in monotonic seconds, infinite without a deadline."""
-
-    to: str
-    request: Request
-    deadline: Deadline
-    ended: Ended | None
-    expires: float
-    future: Future[Any] = field(init=False)
-    number: int = 0
-    link: Link | None = None
-    nbytes: int = 0
-    sent: bool = False
-    items: queue.SimpleQueue[tuple[Any, Exception | None, bool]] | None = None  # of a stream; the last is marked
 
 
 class Wire:
@@ -75,26 +56,37 @@ class Wire:
         self._watch = Watch()
         self._links: dict[str, Link] = {}  # to peers that this worker calls
         self._accepted: set[Link] = set()  # from peers that call this worker
-        self._opening: dict[str, threading.Lock] = {}
+        self._openings: dict[str, Opening] = {}
         self._joins: dict[str, int] = {}  # the numbers of peers' newest parts, if they are not 0
         self._refused: dict[str, str] = {}  # peers that are lost, as those parts, and why
         self._listeners: dict[str, list[Callable[[str], None]]] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        self._room = threading.Lock()  # a call takes or returns its room on a link
         self._pending: dict[int, Pending] = {}
         self._dropped: deque[Pending] = deque()  # streams whose reader has gone
-        self._due = threading.Condition()  # a call with an early deadline was made
-        self._next_check = float("inf")
-        threading.Thread(target=self._check_deadlines, name="wire deadlines", daemon=True).start()
+        self._deadlines = Deadlines(
+            me,
+            self._pending,
+            self._session,
+            call=self.call,
+            remove=self._remove,
+            end=self._end,
+            cancel=self._send_cancel,
+            look=self._give_up_dropped,
+        )
         self._session.on_end(self._close)
 
     def _close(self) -> None:
         """Closes all links, and ends this wire's threads."""
-        for link in [*self._accepted, *self._links.values()]:
+        with self._lock:
+            links, openings, self._openings = self._all_links(), self._openings, {}
+        for link in links:
             link.close(self._session.problem)
+        for opening in openings.values():
+            self._fail_opening(opening, self._session.error())
         self._watch.stop()
-        with self._due:
-            self._due.notify()
+        self._deadlines.wake()
 
     # ---- links
 
@@ -124,10 +116,13 @@ class Wire:
                 return
             self._joins[peer] = join
             self._refused.pop(peer, None)
-            old = [link for link in [*self._accepted, *self._links.values()] if link.peer == peer and link.join < join]
+            old = [link for link in self._all_links() if link.peer == peer and link.join < join]
             if self._links.get(peer) in old:
                 del self._links[peer]
             listeners = self._listeners.pop(peer, [])
+            opening = self._openings.get(peer)
+            if opening and opening.join < join:  # to an address that may have gone: those that wait get the new one
+                self._open(peer, opening, join)
         for link in old:
             link.close(JOINED_AGAIN)
         for gone in listeners:
@@ -145,25 +140,80 @@ class Wire:
             closed=self._closed,
         )
 
-    def _link_to(self, peer: str) -> Link:
-        link = self._links.get(peer)
-        if link is not None:
-            return link
+    def _all_links(self) -> list[Link]:
+        opened = [opening.link for opening in self._openings.values() if opening.link]
+        return [*self._accepted, *self._links.values(), *opened]
+
+    def _opening_to(self, peer: str) -> Opening:
+        """The link to `peer` that is being made, or is about to be. With the lock held. Raises PeerLostError."""
+        if problem := self._problem(peer, join := self._joins.get(peer, 0)):
+            raise PeerLostError(f"{peer} does not answer: {problem}")
+        opening = self._openings.get(peer)
+        if opening is None:
+            opening = self._openings[peer] = Opening(join)
+            self._open(peer, opening, join)
+        return opening
+
+    def _open(self, peer: str, opening: Opening, join: int) -> None:
+        opening.join, opening.link = join, None
+        threading.Thread(target=self._connect, args=(peer, opening, join), name=f"wire to {peer}", daemon=True).start()
+
+    def _connect(self, peer: str, opening: Opening, join: int) -> None:
+        """Makes the link to a peer's part number `join`, and sends what waits for it."""
+        try:
+            sockets = self._to_self() if peer == self.me else self._connector.open(peer, join)
+        except PeerLostError as error:
+            self._settle(peer, opening, join, error)
+            return
+        except BaseException as error:
+            problem = PeerLostError(f"{peer} cannot be connected to: {type(error).__name__}: {error}")
+            problem.__cause__ = error
+            self._settle(peer, opening, join, problem)
+            return
+        link = self._link(peer, sockets)
         with self._lock:
-            opening = self._opening.setdefault(peer, threading.Lock())
-        with opening:
-            if link := self._links.get(peer):
-                return link
-            join = self._joins.get(peer, 0)
-            if problem := self._problem(peer, join):
-                raise PeerLostError(f"{peer} does not answer: {problem}")
-            link = self._link(peer, self._to_self() if peer == self.me else self._connector.open(peer, join))
-            self.joined(peer, link.join)
-            self._links[peer] = link
-            link.start()
-            if problem := self._problem(peer, link.join):  # since it was opened
-                link.close(problem)
-        return link
+            is_wanted = self._is_wanted(peer, opening, join)
+            if is_wanted:
+                join = opening.join = max(join, link.join)
+                opening.link = link
+        if not is_wanted:
+            sockets.close()
+            return
+        self.joined(peer, link.join)
+        link.start()
+        while True:
+            with self._lock:
+                if not self._is_wanted(peer, opening, join):
+                    break
+                if not opening.waiting:
+                    self._links[peer] = link
+                    del self._openings[peer]
+                    break
+                call, content = opening.waiting.popleft()
+            self._send_by(link, call, content)
+        if self._links.get(peer) is link:
+            opening.settled.set_result(None)
+        else:
+            link.close(self._problem(peer, link.join) or "it is not wanted any more")
+
+    def _is_wanted(self, peer: str, opening: Opening, join: int) -> bool:
+        return self._openings.get(peer) is opening and opening.join == join
+
+    def _settle(self, peer: str, opening: Opening, join: int, error: PeerLostError) -> None:
+        """No link to that part of the peer can be made."""
+        with self._lock:
+            if not self._is_wanted(peer, opening, join):
+                return
+            del self._openings[peer]
+            listeners = self._listeners.pop(peer, [])
+        self._fail_opening(opening, error)
+        for gone in listeners:
+            gone(peer)
+
+    def _fail_opening(self, opening: Opening, error: PeerLostError) -> None:
+        opening.settled.set_exception(error)
+        for call, _ in opening.waiting:
+            self._finish(call, None, error)
 
     def _to_self(self) -> Sockets:
         calling, called = (sockets._replace(join=self._joins.get(self.me, 0)) for sockets in pair())
@@ -172,7 +222,11 @@ class Wire:
 
     def connect(self, peer: str) -> None:
         """Makes the link to `peer`, unless there is one. Raises PeerLostError."""
-        self._link_to(peer)
+        with self._lock:
+            if peer in self._links:
+                return
+            opening = self._opening_to(peer)
+        opening.settled.result()  # within CONNECT_TIMEOUT
 
     def lose(self, peer: str, problem: str, join: int = 0) -> None:
         """Refuses `peer`, as its part number `join`, from now on: its links are closed, and calls to it fail."""
@@ -180,9 +234,15 @@ class Wire:
             if join < self._joins.get(peer, 0):
                 return  # it has joined again
             self._refused[peer] = problem
-        for link in [*self._accepted, *self._links.values()]:
-            if link.peer == peer and link.join <= join:
-                link.close(problem)
+            lost = [link for link in self._all_links() if link.peer == peer and link.join <= join]
+            opening = self._openings.pop(peer, None)
+            listeners = self._listeners.pop(peer, []) if opening else []
+        for link in lost:
+            link.close(problem)
+        if opening:
+            self._fail_opening(opening, PeerLostError(f"{peer} does not answer: {problem}"))
+        for gone in listeners:
+            gone(peer)
 
     def has_lost(self, peer: str) -> bool:
         """Whether `peer` was lost, or its link has broken."""
@@ -194,14 +254,14 @@ class Wire:
             link.close("")
 
     def on_disconnect(self, peer: str, gone: Callable[[str], None]) -> None:
-        """Calls `gone(peer)`, from another thread, as soon as the link to `peer` has ended, or at once."""
-        try:
-            link = self._link_to(peer)
-        except PeerLostError:
-            gone(peer)
-            return
+        """Calls `gone(peer)`, from another thread, as soon as the link to `peer` has ended, or cannot be made; at once
+        if it is lost."""
         with self._lock:
-            ended = link.ended
+            link = self._links.get(peer)
+            try:
+                ended = link.ended if link else not self._opening_to(peer)
+            except PeerLostError:
+                ended = True
             if not ended:
                 self._listeners.setdefault(peer, []).append(gone)
         if ended:
@@ -209,8 +269,8 @@ class Wire:
 
     def in_flight(self, peer: str) -> int:
         """Calls to `peer` without an answer."""
-        link = self._links.get(peer)
-        return link.in_flight if link else 0
+        link, opening = self._links.get(peer), self._openings.get(peer)
+        return (link.in_flight if link else 0) + (len(opening.waiting) if opening else 0)
 
     def _closed(self, link: Link, problem: str) -> None:
         self._accepted.discard(link)
@@ -218,7 +278,10 @@ class Wire:
         problem = self._session.problem if self._session.ended else problem or "the connection was closed"
         error = PeerLostError(f"{link.peer} does not answer: {problem}")
         with self._lock:
-            if is_current := self._links.get(link.peer) is link and link.join >= self._joins.get(link.peer, 0):
+            opening = self._openings.get(link.peer)
+            is_current = self._links.get(link.peer) is link or (opening is not None and opening.link is link)
+            is_current = is_current and link.join >= self._joins.get(link.peer, 0)
+            if is_current:
                 self._refused.setdefault(link.peer, problem)
         for call in [call for call in list(self._pending.values()) if call.link is link]:
             self._finish(call, None, error)
@@ -240,10 +303,13 @@ class Wire:
         ended: Ended | None = None,
         *,
         content: Encoded | None = None,
+        urgent: bool = False,
     ) -> Future[Any]:
         """Calls `request` at the peer `to`; `ended` is called before the future has its result. `content` is the
-        encoded request, if the caller has it already. Raises what pickling the arguments raises."""
+        encoded request, if the caller has it already. A call that is `urgent` waits for no earlier one. Raises what
+        pickling the arguments raises."""
         call = self._new(to, request, deadline, ended)
+        call.urgent = urgent
         self._send(call, content or encode(tuple(request)))
         return call.future
 
@@ -264,14 +330,18 @@ class Wire:
         self._send(call, content or encode(tuple(request)))
 
         def read() -> Iterator[Any]:
-            taken = 0
+            taken, seconds = 0, float(deadline)
             while True:
                 try:
-                    item, error, last = items.get(timeout=deadline or None)
+                    item, error, last = items.get(timeout=seconds or None)
                 except queue.Empty:
-                    late_error = self._late(call)
+                    examined = self._deadlines.examine(to, [call]) if call.link else None
+                    if taken == 0 and call.link and (seconds := self._deadlines.more_seconds(call, examined, 0)):
+                        continue
+                    late_error = self._deadlines.late_error(call, begun=True)
                     self._give_up(call)
                     raise late_error from None
+                seconds = float(deadline)
                 if error is not None:
                     raise error
                 if last:
@@ -296,23 +366,46 @@ class Wire:
         return call
 
     def _send(self, call: Pending, content: Encoded) -> None:
-        call.number = next(self._numbers)
-        nbytes = content.nbytes
-        try:
-            link = self._link_to(call.to)
-        except PeerLostError as error:
-            self._end(call, None, error, 0)
-            return
-        wait = None if call.expires == float("inf") else max(0.0, call.expires - time.monotonic())
-        if not link.take_room(nbytes, wait):
-            text = f"{call.to} has not answered earlier calls of {call.request.method}"
-            self._end(call, None, CallTimeoutError(f"{text} within {call.deadline:g} s ({call.deadline.setting})"), 0)
-            return
-        call.link, call.nbytes = link, nbytes
+        call.number, call.nbytes = next(self._numbers), content.nbytes
         self._pending[call.number] = call
-        if call.expires < self._next_check:
-            with self._due:
-                self._due.notify()
+        self._deadlines.expect(call.expires)
+        link = self._links.get(call.to) or self._wait_for_link(call, content)
+        if link is not None:
+            self._send_by(link, call, content)
+
+    def _wait_for_link(self, call: Pending, content: Encoded) -> Link | None:
+        """Leaves `call` with the link that is being made. Returns one that is there by now."""
+        while True:
+            with self._lock:
+                if link := self._links.get(call.to):
+                    return link
+                try:
+                    opening = self._opening_to(call.to)
+                except PeerLostError as error:
+                    lost = error
+                    break
+                if opening.fits(call.nbytes):
+                    opening.waiting.append((call, content.owned()))
+                    opening.nbytes += call.nbytes
+                    return None
+            left = None if call.expires == float("inf") else max(0.0, call.expires - time.monotonic())
+            concurrent.futures.wait([opening.settled], left)
+            if call.number not in self._pending:
+                return None
+        self._finish(call, None, lost)
+        return None
+
+    def _send_by(self, link: Link, call: Pending, content: Encoded) -> None:
+        if not call.urgent and not self._take_room(link, call):
+            return
+        with self._room:
+            is_pending = call.number in self._pending
+            if is_pending:
+                call.link, call.has_room = link, not call.urgent
+        if not is_pending:
+            if not call.urgent:
+                link.return_room(call.nbytes)
+            return
         try:
             link.send(Kind.REQUEST, call.number, content)
             call.sent = True
@@ -322,13 +415,38 @@ class Wire:
             problem = link.problem or "the connection was closed"
             self._finish(call, None, PeerLostError(f"{call.to} does not answer: {problem}"))
 
+    def _take_room(self, link: Link, call: Pending) -> bool:
+        """Waits until a call may be in flight. Returns False if it has ended before."""
+        deadline, expires = call.deadline, call.expires
+        call.expires = float("inf")  # here it has a deadline of its own
+        wait = None
+        if expires != float("inf"):
+            wait = max(0.0, expires - time.monotonic()) + (deadline.wait if deadline.from_begin else 0.0)
+        if link.take_room(call.nbytes, wait):
+            if deadline.from_begin and expires != float("inf"):
+                call.began = time.monotonic()
+                expires = call.began + deadline
+            call.expires = expires
+            self._deadlines.expect(expires)
+            return True
+        setting = deadline.wait_setting if deadline.from_begin else deadline.setting
+        seconds = deadline + (deadline.wait if deadline.from_begin else 0.0)
+        text = f"{call.to} has not answered earlier calls of {call.request.method} within {seconds:g} s ({setting})"
+        self._finish(call, None, CallTimeoutError(text))
+        return False
+
+    def _remove(self, call: Pending) -> bool:
+        """A pending call ends. Returns False if it had already."""
+        with self._room:
+            is_pending = self._pending.pop(call.number, None) is not None
+        if is_pending and call.link and call.has_room:
+            call.link.return_room(call.nbytes)
+        return is_pending
+
     def _finish(self, call: Pending, value: Any, error: Exception | None, received: int = 0) -> None:
         """A pending call has ended, unless it had already."""
-        if self._pending.pop(call.number, None) is None:
-            return
-        if call.link:
-            call.link.return_room(call.nbytes)
-        self._end(call, value, error, received)
+        if self._remove(call):
+            self._end(call, value, error, received)
 
     def _end(self, call: Pending, value: Any, error: Exception | None, received: int) -> None:
         try:
@@ -342,10 +460,8 @@ class Wire:
 
     def _give_up(self, call: Pending) -> None:
         """Nobody waits for the answer of a call any more."""
-        if self._pending.pop(call.number, None) is None:
+        if not self._remove(call):
             return
-        if call.link:
-            call.link.return_room(call.nbytes)
         if call.ended:
             call.ended(None, RemoteError(f"{call.request.method} was cancelled"), 0)
         self._send_cancel(call)
@@ -359,62 +475,10 @@ class Wire:
 
     # ---- deadlines
 
-    def _check_deadlines(self) -> None:
-        while not self._session.ended:
-            while self._dropped:
-                if (dropped := self._dropped.popleft()).number in self._pending:  # its peer may not read
-                    threading.Thread(target=self._give_up, args=(dropped,), daemon=True).start()
-            now = time.monotonic()
-            pending = list(self._pending.values())
-            for call in pending:
-                if now >= call.expires:
-                    self._expire(call)
-            earliest = min((call.expires for call in pending if call.expires > now), default=float("inf"))
-            wait = min(CHECK_SECONDS, max(0.0, earliest - now))
-            self._next_check = now + wait
-            with self._due:
-                if not self._session.ended:
-                    self._due.wait(wait)
-
-    def _late(self, call: Pending) -> CallTimeoutError:
-        text = f"{call.to} has not answered {call.request.method} within {call.deadline:g} s"
-        return CallTimeoutError(f"{text} ({call.deadline.setting})" if call.deadline.setting else text)
-
-    def _expire(self, call: Pending) -> None:
-        """A call is late: its peer is asked what it does, and the caller gets the error after that."""
-        if self._pending.pop(call.number, None) is None:
-            return
-        assert call.link is not None
-        call.link.return_room(call.nbytes)
-        error = self._late(call)
-
-        def conclude(stacks: str | None) -> None:
-            judged = late.judge(
-                error,
-                to=call.to,
-                method=call.request.method,
-                setting=call.deadline.setting,
-                seconds=float(call.deadline),
-                stacks=stacks,
-            )
-            self._end(call, None, judged, 0)
-            if stacks is None and call.link and not call.sent:  # the caller is still sending it
-                call.link.close(str(judged))
-
-        def asked(stacks: Any, problem: Exception | None, _: int) -> None:
-            # not in this thread, since a callback of the late call may take time
-            threading.Thread(target=conclude, args=(None if problem else stacks,), daemon=True).start()
-
-        if call.request.internal:  # such as this very question
-            self._end(call, None, error, 0)
-            return
-        threading.Thread(target=self._ask_stacks, args=(call, asked), daemon=True).start()
-
-    def _ask_stacks(self, call: Pending, asked: Ended) -> None:
-        """Both frames may have to wait for a peer that does not read; `asked` is called at the question's deadline."""
-        request = Request("stacks", (call.request.method,), {}, EXAMINE_SECONDS, internal=True)
-        self.call(call.to, request, Deadline(EXAMINE_SECONDS), asked)
-        self._send_cancel(call)
+    def _give_up_dropped(self) -> None:
+        while self._dropped:
+            if (dropped := self._dropped.popleft()).number in self._pending:  # its peer may not read
+                threading.Thread(target=self._give_up, args=(dropped,), daemon=True).start()
 
     # ---- what arrives
 
@@ -428,6 +492,9 @@ class Wire:
                 return True
             case Kind.CREDIT:
                 self.dispatcher.credit(link, frame)
+                return True
+            case Kind.CONFIRMED:
+                self.dispatcher.confirm(link, frame.call)
                 return True
             case _:
                 call = self._pending.get(frame.call)
@@ -457,13 +524,31 @@ class Wire:
         else:
             try:
                 value = decode(frame.body, frame.buffers)
-            except Exception as problem:  # whatever unpickling the answer raises
+            except BaseException as problem:  # whatever unpickling the answer raises
                 text = f"the answer of {call.request.method} by {call.to} cannot be read"
                 error = RemoteError(f"{text}: {type(problem).__name__}: {problem}")
                 error.__cause__ = problem
-        if frame.kind == Kind.ITEM and call.items is not None:
+        link = call.link
+        if link and not call.request.internal:
+            link.has_answered = True
+        if frame.kind == Kind.HANDOVER and error is None:
+            self._take(call, value, frame.nbytes)
+        elif frame.kind == Kind.ITEM and call.items is not None:
             call.items.put((value, error, False))
         elif frame.kind == Kind.FAILURE and error is None:
             self._finish(call, None, Failure(*cast(tuple[Any, ...], value)).error())
         else:
             self._finish(call, value, error, frame.nbytes)
+
+    def _take(self, call: Pending, value: Any, received: int) -> None:
+        """An answer has come that the peer takes back unless it learns that."""
+        if not self._remove(call):
+            return  # it was given up, of which the peer learns
+        assert call.link is not None
+        try:
+            call.link.send(Kind.CONFIRMED, call.number, _NOTHING)
+        except OSError as error:
+            call.link.close(str(error))
+            self._end(call, None, PeerLostError(f"{call.to} does not answer: {error}"), 0)
+        else:
+            self._end(call, value, None, received)

@@ -31,6 +31,10 @@ class Encoded(NamedTuple):
         """Bytes of all."""
         return len(self.body) + sum(buffer.nbytes for buffer in self.buffers)
 
+    def owned(self) -> Encoded:
+        """The same in memory of its own: the value may change."""
+        return Encoded(self.body, [memoryview(bytearray(buffer)) for buffer in self.buffers])
+
 
 def arrive_on(device: torch.device) -> None:
     """Makes tensors of a peer's GPU arrive on `device` of this process, if that is a GPU; otherwise on the CPU."""

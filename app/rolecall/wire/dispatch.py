@@ -11,19 +11,31 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rolecall.declare import loader
-from rolecall.declare.remote import MARK, Remote, find
+from rolecall.declare.remote import MARK, Remote, find, remote
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.wire import tracing
-from rolecall.wire.codec import decode, encode
+from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
 from rolecall.wire.messages import MAX_RUNNING, Failure, Request, pickled
 from rolecall.wire.session import belongs_to, serving
 
+T = TypeVar("T")
 STREAM_CREDITS = 16  # items of a stream that may be on their way
+MAX_STREAMS = 1024  # that a worker serves at a time, a thread each; a further one is refused
+MAX_UNREAD = 64  # answers that one caller has not read; its further calls wait
+MAX_UNREAD_BYTES = 128 * 2**20  # of them
+
+
+@dataclass(frozen=True)
+class Handover(Generic[T]):
+    """An answer whose receipt the caller confirms. If it never does, `undo` is called: from any thread."""
+
+    value: T
+    undo: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -38,6 +50,9 @@ class Call:
     cancelled: bool = False
     coroutine: concurrent.futures.Future[Any] | None = None  # of an async method
     credits: threading.Semaphore | None = None  # of a stream
+    undo: Callable[[], None] | None = None  # of an answer whose receipt is not confirmed
+    has_slot: bool = False  # it is one of the MAX_RUNNING
+    begun: float | None = None  # when its method was called
 
     @property
     def given_up(self) -> bool:
@@ -51,6 +66,16 @@ class Call:
             self.credits.release()
         if self.coroutine:
             self.coroutine.cancel()
+        if self.undo:
+            self.undo()
+
+
+class Examined(NamedTuple):
+    """What a worker says of a peer's calls: for how many seconds each has run (None: it waits, or is not here), and
+    whether the role's object is there yet."""
+
+    running: tuple[float | None, ...]
+    served: bool
 
 
 class Dispatcher:
@@ -58,7 +83,7 @@ class Dispatcher:
     is this member's name. It lives as long as the worker, whatever generation the calls come from."""
 
     def __init__(self, me: str, internals: object) -> None:
-        self._me, self._internals = me, [internals]
+        self._me, self._internals = me, [internals, self]
         self._target: object | None = None
         self._refusal = ""  # why there is no target
         self._early: list[Call] = []  # that arrived before the target was there
@@ -66,6 +91,8 @@ class Dispatcher:
         self._calls: dict[tuple[Link, int], Call] = {}
         self._lock = threading.Lock()
         self._running, self._waiting = 0, deque[Call]()
+        self._held_back: dict[Link, deque[Call]] = {}  # calls of peers that do not read their answers
+        self._streams = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # ---- what is called
@@ -77,7 +104,7 @@ class Dispatcher:
             early, self._early = self._early, []
         for call in early:
             if self._admit(call):
-                threading.Thread(target=self._work, args=(call,), daemon=True).start()
+                self._run_apart(call)
 
     def pause(self) -> None:
         """Calls of the role's object wait until `serve` is called again."""
@@ -99,6 +126,15 @@ class Dispatcher:
         """Makes `serve_turns` return once it has run the calls before."""
         self._turns.put(None)
 
+    @remote
+    def examine(self, caller: str, numbers: tuple[int, ...]) -> Examined:
+        """What the calls `numbers` of the member `caller` do."""
+        calls = {call.number: call for call in list(self._calls.values()) if call.link.peer == caller}
+        now = time.monotonic()
+        begun = [calls[number].begun if number in calls else None for number in numbers]
+        served = self._target is not None or bool(self._refusal)
+        return Examined(tuple(None if each is None else now - each for each in begun), served)
+
     # ---- what arrives
 
     def received(self, link: Link, frame: Frame) -> None:
@@ -110,7 +146,7 @@ class Dispatcher:
             return
         try:
             request = Request(*decode(frame.body, frame.buffers))
-        except Exception as error:  # whatever unpickling the arguments raises
+        except BaseException as error:  # whatever unpickling the arguments raises
             self._fail(link, frame.call, self._failure(error))
             return
         expires = time.monotonic() + request.seconds if request.seconds else float("inf")
@@ -120,27 +156,68 @@ class Dispatcher:
             self._work(call)
 
     def _admit(self, call: Call) -> bool:
-        """Whether a call may run now. Otherwise it runs once another one has ended."""
+        """Whether a call may run now. Otherwise it runs once another one has ended, or its caller reads."""
+        if call.request.internal:
+            return True
         with self._lock:
-            if self._running >= MAX_RUNNING and not call.request.internal:
+            if call.link.unread_answers >= MAX_UNREAD or call.link.unread_bytes >= MAX_UNREAD_BYTES:
+                self._held_back.setdefault(call.link, deque()).append(call)
+                return False
+            if self._running >= MAX_RUNNING:
                 self._waiting.append(call)
                 return False
             self._running += 1
+            call.has_slot = True
             return True
 
     def _work(self, call: Call) -> None:
-        """Runs a call, and those that wait."""
-        next_call: Call | None = call
-        while next_call:
-            self._run(next_call)
-            with self._lock:
-                next_call = self._waiting.popleft() if self._waiting else None
-                if next_call is None:
-                    self._running -= 1
+        """Runs a call, and those that wait for its place."""
+        following: Call | None = call
+        while following:
+            self._run(following)
+            following = self._leave(following)
+
+    def _leave(self, call: Call, unread: int | None = None) -> Call | None:
+        """Takes a call's place among those that run, unless it has left it. Returns the call that has the place now.
+        `unread` are the bytes of its answer, which is about to be sent."""
+        with self._lock:
+            if unread is not None:
+                call.link.unread_answers += 1
+                call.link.unread_bytes += unread
+            if not call.has_slot:
+                return None
+            call.has_slot = False
+            while self._waiting:
+                following = self._waiting.popleft()
+                link = following.link
+                if link.unread_answers >= MAX_UNREAD or link.unread_bytes >= MAX_UNREAD_BYTES:
+                    self._held_back.setdefault(link, deque()).append(following)
+                    continue
+                following.has_slot = True
+                return following
+            self._running -= 1
+            return None
+
+    def _read_by(self, link: Link, nbytes: int) -> None:
+        """An answer was sent."""
+        with self._lock:
+            link.unread_answers -= 1
+            link.unread_bytes -= nbytes
+            if link not in self._held_back or link.unread_answers or link.unread_bytes:
+                return
+            held = self._held_back.pop(link)
+        for call in held:
+            if self._admit(call):
+                self._run_apart(call)
+
+    def _run_apart(self, call: Call) -> None:
+        threading.Thread(target=self._work, args=(call,), name="remote call", daemon=True).start()
 
     def cancel(self, link: Link, number: int) -> None:
         """The caller has given a call up."""
-        if call := self._calls.pop((link, number), None):
+        with self._lock:  # which `undo` is set with
+            call = self._calls.pop((link, number), None)
+        if call:
             call.cancel()
 
     def credit(self, link: Link, frame: Frame) -> None:
@@ -150,8 +227,14 @@ class Dispatcher:
 
     def closed(self, link: Link) -> None:
         """A link has ended, and with it the calls that came by it."""
+        with self._lock:
+            self._held_back.pop(link, None)
         for place in [place for place in list(self._calls) if place[0] is link]:
             self.cancel(*place)
+
+    def confirm(self, link: Link, number: int) -> None:
+        """The caller has the answer of a call."""
+        self._calls.pop((link, number), None)
 
     # ---- running
 
@@ -183,6 +266,14 @@ class Dispatcher:
         if mark.turn:
             self._turns.put((call, method))
         elif mark.stream:  # which lasts as long as its reader likes, and must not keep others from running
+            with self._lock:
+                if self._streams >= MAX_STREAMS:
+                    refused = f"{self._me} serves no more than {MAX_STREAMS} streams: close some"
+                else:
+                    refused, self._streams = "", self._streams + 1
+            if refused:
+                self._end(call, Failure(UsageError.__name__, refused))
+                return
             call.credits = threading.Semaphore(STREAM_CREDITS)
             threading.Thread(target=self._stream, args=(call, method, call.credits), daemon=True).start()
         elif mark.coroutine:
@@ -192,13 +283,14 @@ class Dispatcher:
 
     def _call(self, call: Call, method: Callable[..., Any], waited_ns: int = 0) -> None:
         request = call.request
+        call.begun = time.monotonic()
         token = serving.set(call.link.session)
         try:
             with tracing.serving(request, waited_ns) as span:
                 value = method(*request.args, **request.kwargs)
                 if isinstance(value, concurrent.futures.Future):
                     span.returned()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # each end is an answer
             self._end(call, self._failure(error))
             return
         finally:
@@ -213,9 +305,10 @@ class Dispatcher:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="remote async", daemon=True).start()
+                threading.Thread(target=self._run_loop, args=(self._loop,), name="remote async", daemon=True).start()
 
         async def run() -> Any:
+            call.begun = time.monotonic()
             with belongs_to(call.link.session), tracing.serving(call.request) as span:
                 try:
                     return await method(*call.request.args, **call.request.kwargs)
@@ -225,25 +318,36 @@ class Dispatcher:
         call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
         if call.cancelled:
             call.coroutine.cancel()
-        self._answer_later(call, call.coroutine, tracing.NO_SPAN)
+        self._answer_later(call, call.coroutine, tracing.NO_SPAN, waits=False)
 
-    def _answer_later(self, call: Call, future: concurrent.futures.Future[Any], span: tracing.ServerSpan) -> None:
+    @staticmethod
+    def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):  # of one task, which asyncio raises here too: its call has it
+                continue
+
+    def _answer_later(
+        self, call: Call, future: concurrent.futures.Future[Any], span: tracing.ServerSpan, waits: bool = True
+    ) -> None:
         def done(_: concurrent.futures.Future[Any]) -> None:
             if future.cancelled():
                 span.end()
-                self._end(call, Failure("RemoteError", f"{self._me}: {call.request.method} was cancelled"))
+                self._end(call, Failure("RemoteError", f"{self._me}: {call.request.method} was cancelled"), waits)
                 return
             error = future.exception()
             span.end(error)
             if error is None:
-                self._answer(call, future.result())
+                self._answer(call, future.result(), waits)
             else:
-                self._end(call, self._failure(error))
+                self._end(call, self._failure(error), waits)
 
         future.add_done_callback(done)
 
     def _stream(self, call: Call, method: Callable[..., Iterator[Any]], room: threading.Semaphore) -> None:
         request = call.request
+        call.begun = time.monotonic()
         try:
             with belongs_to(call.link.session), tracing.serving(request) as span:
                 items = method(*request.args, **request.kwargs)
@@ -256,32 +360,57 @@ class Dispatcher:
                 finally:
                     items.close()  # type: ignore[attr-defined]
                     span.end()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._end(call, self._failure(error))
         else:
             self._answer(call, None)
+        finally:
+            with self._lock:
+                self._streams -= 1
 
     # ---- answering
 
-    def _answer(self, call: Call, value: Any) -> None:
-        if self._calls.pop((call.link, call.number), None) is None:
+    def _answer(self, call: Call, value: Any, waits: bool = True) -> None:
+        """Sends the answer of a call. Without `waits`, the thread does not wait for the caller to read."""
+        place, kind = (call.link, call.number), Kind.ANSWER
+        if isinstance(value, Handover):
+            with self._lock:
+                is_awaited, call.undo = place in self._calls, value.undo
+            if not is_awaited:
+                value.undo()
+                return
+            value, kind = value.value, Kind.HANDOVER
+        elif self._calls.pop(place, None) is None:
             return  # nobody waits
         try:
             content = encode(value)
-        except Exception as error:  # whatever pickling the answer raises
-            self._fail(call.link, call.number, self._failure(error))
-            return
-        try:
-            call.link.send(Kind.ANSWER, call.number, content)
-        except OSError as error:
-            call.link.close(str(error))
+        except BaseException as error:  # whatever pickling the answer raises
+            self.confirm(*place)  # a value that nobody can be given is not taken back
+            self._send(call, Kind.FAILURE, encode(tuple(self._failure(error))), waits)
+        else:
+            self._send(call, kind, content, waits)
+            if kind == Kind.HANDOVER and call.link.ended:  # perhaps before the call was known
+                self.cancel(*place)
 
-    def _end(self, call: Call, failure: Failure) -> None:
+    def _end(self, call: Call, failure: Failure, waits: bool = True) -> None:
         if self._calls.pop((call.link, call.number), None):
-            self._fail(call.link, call.number, failure)
+            self._send(call, Kind.FAILURE, encode(tuple(failure)), waits)
 
-    @staticmethod
-    def _fail(link: Link, number: int, failure: Failure) -> None:
+    def _send(self, call: Call, kind: Kind, content: Encoded, waits: bool) -> None:
+        """Sends what a call ended with. It holds no place among those that run meanwhile."""
+        link, nbytes = call.link, content.nbytes
+        if following := self._leave(call, nbytes):
+            self._run_apart(following)
+        if waits:
+            try:
+                link.send(kind, call.number, content)
+            except OSError as error:
+                link.close(str(error))
+            self._read_by(link, nbytes)
+        else:
+            link.offer(kind, call.number, content, lambda: self._read_by(link, nbytes))
+
+    def _fail(self, link: Link, number: int, failure: Failure) -> None:
         try:
             link.send(Kind.FAILURE, number, encode(tuple(failure)))
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import mmap
+import select
 import socket
 import ssl
 import struct
@@ -28,6 +29,7 @@ IN_MEMORY = 1  # flag: the buffers are in the sender's memory
 RECEIVE_BYTES = 256 * 1024  # of a connection's buffer
 RESERVED_BYTES = 256 * 2**20  # for what has not arrived; memory for a larger buffer grows as it arrives
 JOIN_BYTES = 64 * 1024  # a smaller frame is sent by one system call
+READY_BYTES = 4096  # that a socket takes at once if it is ready to be written to
 MAX_BUFFERS = 1024  # that one sendmsg takes
 
 
@@ -41,6 +43,8 @@ class Kind(enum.IntEnum):
     CREDIT = 5  # for as many further items as the number in its body
     CANCEL = 6
     RELEASED = 7  # the receiver has read the buffers; the body is the kind of their frame
+    HANDOVER = 8  # an answer, whose receipt the caller confirms
+    CONFIRMED = 9
 
 
 class Frame(NamedTuple):
@@ -168,6 +172,11 @@ class FrameReader:
 _KINDS = frozenset(Kind)
 
 
+def _head(kind: Kind, call: int, content: Encoded) -> bytes:
+    sizes = b"".join(SIZE.pack(buffer.nbytes) for buffer in content.buffers)
+    return HEAD.pack(kind, 0, len(content.buffers), len(content.body), call) + sizes
+
+
 class FrameWriter:
     """Writes frames to `sock`, from several threads. With `in_memory`, the peer reads large messages' buffers from
     this process's memory."""
@@ -186,7 +195,7 @@ class FrameWriter:
         if self._in_memory and size >= memory.MIN_BYTES:
             self._send_in_memory(kind, call, content)
             return
-        head = HEAD.pack(kind, 0, len(buffers), len(body), call) + b"".join(SIZE.pack(one.nbytes) for one in buffers)
+        head = _head(kind, call, content)
         if len(body) + size <= JOIN_BYTES:
             data = b"".join((head, body, *buffers))
             with self._lock:
@@ -199,6 +208,22 @@ class FrameWriter:
         )
         with self._lock:
             self._send_parts(parts)
+
+    def try_send(self, kind: Kind, call: int, content: Encoded) -> bool:
+        """Sends a small frame if that takes no wait. Returns whether it did. Raises OSError."""
+        if content.nbytes > READY_BYTES or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._sock.fileno() < 0:
+                raise ConnectionError("the connection was closed")
+            ready = select.poll()
+            ready.register(self._sock, select.POLLOUT)
+            if not ready.poll(0):
+                return False
+            self._sock.sendall(b"".join((_head(kind, call, content), content.body, *content.buffers)))
+            return True
+        finally:
+            self._lock.release()
 
     def _send_parts(self, parts: list[memoryview]) -> None:
         if self._tls:  # which has no sendmsg; a part is encrypted and sent as a whole

@@ -96,5 +96,4 @@ class Stream(Generic[T]):
         self.close()
 
     def __del__(self) -> None:
-        self._close()
         self._drop()  # not `close`: a collection may begin in a thread that holds the locks which that takes

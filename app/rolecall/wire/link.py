@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from rolecall import telemetry
 from rolecall.wire import memory
 from rolecall.wire.codec import Encoded
 from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
@@ -51,6 +53,15 @@ def pair() -> tuple[Sockets, Sockets]:
     return Sockets(a, a, pid, bool(pid)), Sockets(b, b, pid, bool(pid))
 
 
+class _Posted(NamedTuple):
+    """A frame that a link's own thread sends."""
+
+    kind: Kind
+    call: int
+    content: Encoded
+    sent: Callable[[], None]
+
+
 class Link:
     """A link to the worker `peer`. `received(link, frame)` is called in a thread that may block: another one reads on
     meanwhile. `quick(link, frame)` is called before, and returns True for a frame that it has dealt with at once.
@@ -73,12 +84,15 @@ class Link:
         self._sockets = sockets
         self._reader = FrameReader(sockets.incoming, limit, sockets.pid)
         self._writer = FrameWriter(sockets.outgoing, sockets.read_by_peer)
-        self._quick, self._closed = quick, closed
-        self._readers = Readers(f"wire {peer}", watch, self._next, lambda frame: received(self, frame))
+        self._quick, self._received, self._closed = quick, received, closed
+        self._readers = Readers(f"wire {peer}", watch, self._next, self._run)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._ended = self._shut_down = self._unread = False
         self._bytes = self.in_flight = 0
+        self.has_answered = False  # a call of the role's object
+        self.unread_answers = self.unread_bytes = 0  # that the dispatcher sends, and the peer has not read
+        self._outbox: queue.SimpleQueue[_Posted] | None = None  # what its thread sends
 
     def start(self) -> None:
         """Begins to read."""
@@ -91,6 +105,39 @@ class Link:
         if content.nbytes >= memory.MIN_BYTES:  # waits for the peer, whose frames must be read meanwhile
             self._readers.step_aside()
         self._writer.send(kind, call, content)
+
+    def offer(self, kind: Kind, call: int, content: Encoded, sent: Callable[[], None]) -> None:
+        """Sends a frame, without a wait for the peer: what it does not take at once is copied, and sent by a thread of
+        the link. Calls `sent` once it is sent, or never will be."""
+        try:
+            done = self._outbox is None and self._writer.try_send(kind, call, content)
+        except OSError as error:
+            self.close(str(error))
+            done = True
+        if done:
+            sent()
+            return
+        posted = _Posted(kind, call, content.owned(), sent)
+        with self._lock:
+            if outbox := self._outbox:
+                outbox.put(posted)
+                return
+            outbox = self._outbox = queue.SimpleQueue()
+            outbox.put(posted)
+        threading.Thread(target=self._post, args=(outbox,), name=f"wire {self.peer}", daemon=True).start()
+
+    def _post(self, outbox: queue.SimpleQueue[_Posted]) -> None:
+        while True:
+            with self._lock:
+                if outbox.empty():
+                    self._outbox = None
+                    return
+            posted = outbox.get_nowait()
+            try:
+                self._writer.send(posted.kind, posted.call, posted.content)
+            except OSError as error:
+                self.close(str(error))
+            posted.sent()
 
     def send_count(self, kind: Kind, call: int, count: int) -> None:
         """Sends a frame with a number."""
@@ -138,6 +185,12 @@ class Link:
             self._unread = True
         self._close_sockets()
         return None
+
+    def _run(self, frame: Frame) -> None:
+        try:
+            self._received(self, frame)
+        except BaseException:  # such as a callback's: the link is read on
+            telemetry.log().exception("what arrived from a peer has failed", peer=self.peer)
 
     def release(self, frame: Frame) -> None:
         """Tells the peer that a frame's buffers were read from its memory."""

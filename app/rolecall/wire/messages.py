@@ -14,15 +14,27 @@ KINDS: dict[str, type[CallError]] = {kind.__name__: kind for kind in (PeerLostEr
 
 
 class Deadline(float):
-    """A call's deadline in seconds, 0 for none; `setting` names the setting that it comes from."""
+    """A call's deadline in seconds, 0 for none; `setting` names the setting that it comes from. If `from_begin`, it
+    runs from when the method begins. A call whose peer is not ready yet, or that waits behind others if `from_begin`,
+    has `wait` seconds more; `wait_setting` names that bound."""
 
     setting: str
+    wait: float
+    wait_setting: str
+    from_begin: bool
 
-    def __new__(cls, seconds: float, setting: str = "") -> Deadline:
+    def __new__(
+        cls, seconds: float, setting: str = "", *, wait: float = 0.0, wait_setting: str = "", from_begin: bool = False
+    ) -> Deadline:
         """A deadline of `seconds`."""
         self = super().__new__(cls, seconds)
-        self.setting = setting
+        self.setting, self.wait, self.wait_setting, self.from_begin = setting, wait, wait_setting, from_begin
         return self
+
+    @property
+    def total(self) -> float:
+        """Seconds within which the call ends, whatever it waits for; 0 for no such bound."""
+        return self + self.wait if self else 0.0
 
 
 class TraceHeader(NamedTuple):
@@ -35,8 +47,8 @@ class TraceHeader(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A call of `method` of the callee's role; of its worker's own services, if it is `internal`. It is given up after
-    `seconds`, unless they are 0."""
+    """A call of `method` of the callee's role; of its worker's own services, if it is `internal`. It does not begin
+    later than after `seconds`, unless they are 0."""
 
     method: str
     args: tuple[Any, ...]
@@ -64,7 +76,7 @@ class Failure(NamedTuple):
         if self.pickled:
             try:
                 raised = pickle.loads(self.pickled)
-            except Exception:  # a class that is unknown here, or has a constructor of its own
+            except BaseException:  # a class that is unknown here, or has a constructor of its own
                 return error
             if isinstance(raised, Exception):
                 raised.__cause__, error.__cause__ = error.__cause__, raised
@@ -75,6 +87,6 @@ def pickled(error: BaseException) -> bytes:
     """An exception without its traceback; nothing if it cannot be pickled."""
     try:
         body = pickle.dumps(error)
-    except Exception:  # of any kind
+    except BaseException:  # of any kind
         return b""
     return body if len(body) <= MAX_ERROR_BYTES else b""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+from rolecall import telemetry
 from rolecall.errors import PeerLostError
 
 
@@ -43,7 +44,10 @@ class Session:
         with self._lock:
             self.ended, closers, self._closers = True, self._closers, []
         for close in reversed(closers):
-            close()
+            try:
+                close()
+            except Exception:  # the others are closed all the same
+                telemetry.log().exception("a part of a generation cannot be closed")
         self._over.set()
 
     def wait(self, seconds: float) -> bool:

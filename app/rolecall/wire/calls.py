@@ -183,18 +183,18 @@ class Wire:
         link.start()
         while True:
             with self._lock:
-                if not self._is_wanted(peer, opening, join):
-                    break
-                if not opening.waiting:
+                is_wanted = self._is_wanted(peer, opening, join)
+                waiting = opening.waiting.popleft() if is_wanted and opening.waiting else None
+                if is_wanted and not waiting:
                     self._links[peer] = link
                     del self._openings[peer]
-                    break
-                call, content = opening.waiting.popleft()
-            self._send_by(link, call, content)
-        if self._links.get(peer) is link:
+            if not waiting:
+                break
+            self._send_by(link, *waiting)
+        if is_wanted:
             opening.settled.set_result(None)
         else:
-            link.close(self._problem(peer, link.join) or "it is not wanted any more")
+            link.close(self._problem(peer, link.join))
 
     def _is_wanted(self, peer: str, opening: Opening, join: int) -> bool:
         return self._openings.get(peer) is opening and opening.join == join
@@ -258,10 +258,12 @@ class Wire:
         if it is lost."""
         with self._lock:
             link = self._links.get(peer)
-            try:
-                ended = link.ended if link else not self._opening_to(peer)
-            except PeerLostError:
-                ended = True
+            ended = link is not None and link.ended
+            if link is None:
+                try:
+                    self._opening_to(peer)
+                except PeerLostError:
+                    ended = True
             if not ended:
                 self._listeners.setdefault(peer, []).append(gone)
         if ended:
@@ -396,12 +398,12 @@ class Wire:
         return None
 
     def _send_by(self, link: Link, call: Pending, content: Encoded) -> None:
+        call.link = link
         if not call.urgent and not self._take_room(link, call):
             return
         with self._room:
             is_pending = call.number in self._pending
-            if is_pending:
-                call.link, call.has_room = link, not call.urgent
+            call.has_room = is_pending and not call.urgent
         if not is_pending:
             if not call.urgent:
                 link.return_room(call.nbytes)

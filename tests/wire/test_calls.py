@@ -318,6 +318,7 @@ def test_a_link_that_closes_while_it_sends(wires: Wires) -> None:
         quick=lambda *_: True,
         received=lambda *_: None,
         closed=lambda _, problem: closed.append(problem),
+        drained=lambda _: None,
     )
     one.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import socket
 import threading
 import time
@@ -261,6 +262,34 @@ def test_what_is_handed_over_and_not_received_is_taken_back_once(wires: Wires) -
     wires.wires["a"].lose("b", "the test says so")
     until(lambda: not wires.wires["b"].dispatcher._calls, "the end")
     assert seen == ["unread"]
+
+
+def test_an_item_is_received_or_taken_back_however_its_call_ends(wires: Wires) -> None:
+    seen, calls = member(wires).seen, wires.wires["b"].dispatcher._calls
+    received = started = 0
+    for number in range(300):
+        future = wires.call("a", "b", "hand_over", number)
+        time.sleep(number % 10 / 20_000)
+        future.cancel()
+        received += not future.cancelled()
+    wires.call("a", "b", "hand_over", "last").result(DEADLINE)
+    until(lambda: not calls, "the end of all")
+    while member(wires).entered.acquire(blocking=False):
+        started += 1
+    until(lambda: started == received + 1 + len(seen), "each once")
+    for number in range(50):  # what is confirmed before the link ends is not taken back
+        ours, theirs = socket.socketpair()
+        with ours:
+            wires.wires["b"].accept("c", Sockets(theirs, theirs, join=number + 1))
+            writer, reader = FrameWriter(ours), FrameReader(ours, 2**30)
+            writer.send(Kind.REQUEST, 1, encode(tuple(Request("hand_over", ("confirmed",), {}, 0.0))))
+            assert reader.next().kind == Kind.HANDOVER
+            writer.send(Kind.CONFIRMED, 1, encode(None))
+            wires.wires["b"].lose("c", "the test says so", number + 1)
+            with contextlib.suppress(EOFError):
+                reader.next()
+    until(lambda: not calls, "the end of all")
+    assert "confirmed" not in seen
 
 
 def test_a_call_that_waits_for_its_place_is_not_late(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,7 @@ class Wire:
             quick=self._quick,
             received=self._received,
             closed=self._closed,
+            drained=self.dispatcher.drained,
         )
 
     def _all_links(self) -> list[Link]:
@@ -191,6 +192,8 @@ class Wire:
             if not waiting:
                 break
             self._send_by(link, *waiting)
+            if waiting[0].number not in self._pending:  # perhaps given up before it was sent
+                self._send_cancel(waiting[0])
         if is_wanted:
             opening.settled.set_result(None)
         else:
@@ -544,7 +547,7 @@ class Wire:
 
     def _take(self, call: Pending, value: Any, received: int) -> None:
         """An answer has come that the peer takes back unless it learns that."""
-        if not self._remove(call):
+        if not call.future.keep() or not self._remove(call):
             return  # it was given up, of which the peer learns
         assert call.link is not None
         try:

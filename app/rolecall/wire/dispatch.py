@@ -32,7 +32,8 @@ MAX_UNREAD_BYTES = 128 * 2**20  # of them
 
 @dataclass(frozen=True)
 class Handover(Generic[T]):
-    """An answer whose receipt the caller confirms. If it never does, `undo` is called: from any thread."""
+    """The answer of an async method whose receipt the caller confirms. If it never does, `undo` is called, from any
+    thread."""
 
     value: T
     undo: Callable[[], None]
@@ -229,8 +230,15 @@ class Dispatcher:
         """A link has ended, and with it the calls that came by it."""
         with self._lock:
             self._held_back.pop(link, None)
-        for place in [place for place in list(self._calls) if place[0] is link]:
-            self.cancel(*place)
+        for place, call in list(self._calls.items()):
+            if place[0] is link and not call.undo:
+                self.cancel(*place)
+
+    def drained(self, link: Link) -> None:
+        """All that came by a link which has ended was read: what is not confirmed by now never will be."""
+        for place in list(self._calls):
+            if place[0] is link:
+                self.cancel(*place)
 
     def confirm(self, link: Link, number: int) -> None:
         """The caller has the answer of a call."""
@@ -311,14 +319,28 @@ class Dispatcher:
             call.begun = time.monotonic()
             with belongs_to(call.link.session), tracing.serving(call.request) as span:
                 try:
-                    return await method(*call.request.args, **call.request.kwargs)
+                    value = await method(*call.request.args, **call.request.kwargs)
                 finally:
                     span.end()
+                if isinstance(value, Handover):  # here, since a cancelled future forgets what the coroutine returns
+                    self._hand_over(call, value)
+                return value
 
         call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
         if call.cancelled:
             call.coroutine.cancel()
         self._answer_later(call, call.coroutine, tracing.NO_SPAN, waits=False)
+
+    def _hand_over(self, call: Call, handover: Handover[Any]) -> None:
+        place = call.link, call.number
+        with self._lock:
+            is_over = place not in self._calls or call.link.ended
+            if is_over:
+                self._calls.pop(place, None)
+            else:
+                call.undo = handover.undo
+        if is_over:
+            handover.undo()
 
     @staticmethod
     def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -374,12 +396,9 @@ class Dispatcher:
         """Sends the answer of a call. Without `waits`, the thread does not wait for the caller to read."""
         place, kind = (call.link, call.number), Kind.ANSWER
         if isinstance(value, Handover):
-            with self._lock:
-                is_awaited, call.undo = place in self._calls, value.undo
-            if not is_awaited:
-                value.undo()
-                return
             value, kind = value.value, Kind.HANDOVER
+            if place not in self._calls:
+                return
         elif self._calls.pop(place, None) is None:
             return  # nobody waits
         try:
@@ -389,8 +408,6 @@ class Dispatcher:
             self._send(call, Kind.FAILURE, encode(tuple(self._failure(error))), waits)
         else:
             self._send(call, kind, content, waits)
-            if kind == Kind.HANDOVER and call.link.ended:  # perhaps before the call was known
-                self.cancel(*place)
 
     def _end(self, call: Call, failure: Failure, waits: bool = True) -> None:
         if self._calls.pop((call.link, call.number), None):

@@ -23,7 +23,7 @@ class Future(concurrent.futures.Future[T]):
         super().__init__()
         self._cancelled = cancelled
         self._has_callbacks = self._claimed = False
-        self._cancelling = threading.Lock()  # never released
+        self._decided = threading.Lock()  # by `cancel` or `keep`; never released
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         """Calls `fn(future)` once the answer is there, from another thread; in this one, if it is there already."""
@@ -57,13 +57,15 @@ class Future(concurrent.futures.Future[T]):
 
     def cancel(self) -> bool:
         """Gives the call up. Returns False if its answer is there already."""
-        if self.done() or not super().cancel():
-            return self.cancelled()
-        if self._cancelling.acquire(blocking=False):  # only the first of several threads
+        if self._decided.acquire(blocking=False) and super().cancel():  # only the first of several threads
             self.set_running_or_notify_cancel()  # ends concurrent.futures.wait
             if cancelled := self._cancelled:
                 cancelled()
-        return True
+        return self.cancelled()
+
+    def keep(self) -> bool:
+        """Whether the answer may be taken: `cancel` fails from now on. Returns False if it came first."""
+        return self._decided.acquire(blocking=False)
 
     def __await__(self) -> Generator[Any, None, T]:
         return asyncio.wrap_future(self).__await__()

@@ -65,7 +65,8 @@ class _Posted(NamedTuple):
 class Link:
     """A link to the worker `peer`. `received(link, frame)` is called in a thread that may block: another one reads on
     meanwhile. `quick(link, frame)` is called before, and returns True for a frame that it has dealt with at once.
-    `closed(link, problem)` is called once. What comes by it belongs to `session`.
+    `closed(link, problem)` is called once, and `drained(link)` once what had come by then was read: confirmations still
+    count. What comes by it belongs to `session`.
     """
 
     def __init__(
@@ -79,12 +80,13 @@ class Link:
         quick: Callable[[Link, Frame], bool],
         received: Callable[[Link, Frame], None],
         closed: Callable[[Link, str], None],
+        drained: Callable[[Link], None],
     ) -> None:
         self.peer, self.join, self.session, self.problem = peer, sockets.join, session, ""
         self._sockets = sockets
         self._reader = FrameReader(sockets.incoming, limit, sockets.pid)
         self._writer = FrameWriter(sockets.outgoing, sockets.read_by_peer)
-        self._quick, self._received, self._closed = quick, received, closed
+        self._quick, self._received, self._closed, self._drained = quick, received, closed, drained
         self._readers = Readers(f"wire {peer}", watch, self._next, self._run)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
@@ -181,8 +183,14 @@ class Link:
                     return frame
         except (OSError, EOFError, ValueError, TypeError, MemoryError, struct.error) as error:  # TypeError: no failure
             self.close(str(error) or type(error).__name__)
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError, MemoryError, struct.error):
+            while True:  # what had come before the end, which is not waited for
+                if (frame := self._reader.next()).kind == Kind.CONFIRMED:
+                    self._quick(self, frame)
         with self._lock:
-            self._unread = True
+            first, self._unread = not self._unread, True
+        if first:
+            self._drained(self)
         self._close_sockets()
         return None
 

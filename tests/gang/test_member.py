@@ -9,7 +9,9 @@ import pytest
 
 from rolecall.errors import FAILED, USAGE
 from rolecall.gang.member import Action, Member
-from rolecall.gang.protocol import DETACH, FENCE, Answer, Directive, Heartbeat, Join, Rules, WorkerStatus
+from rolecall.gang.protocol import DETACH, FENCE, Answer, Directive, Heartbeat, Join, LostPeer, Rules, WorkerStatus
+from rolecall.rank import messages
+from rolecall.rank.coordinator import MAX_BODY_BYTES
 
 RULES = Rules()
 LEASE = RULES.lease
@@ -317,3 +319,34 @@ def test_leaving_member_waits_while_rank0_is_busy() -> None:
     assert member.exit_code is None
     member.tick(deadline + 200.1, None)
     assert member.exit_code == FAILED
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_any_number_of_losses_fits_into_heartbeats(together: bool) -> None:
+    """Each is told once, all at once or one by one; again only if the answer did not come."""
+    member, told = make(), list[LostPeer]()
+    losses = tuple(LostPeer(Join("observer", ordinal, 7 * ordinal)) for ordinal in range(5000))
+    for number in range(0, len(losses) + 1, len(losses) if together else 100):
+        worker = WorkerStatus(1, "running", lost_peers=losses[:number])
+        while len(told) < number:
+            beat = member.beat(worker)
+            assert len(messages.write_beat(beat)) < MAX_BODY_BYTES / 2
+            assert beat.heartbeat is not None
+            if len(told) == 1000:
+                member.failed(1.0)
+                assert member.beat(worker).heartbeat.worker == beat.heartbeat.worker  # type: ignore[union-attr]
+            told += beat.heartbeat.worker.lost_peers
+            assert member.answered(beat, 0.0, Answer("lead", Directive("run", 0, 2, 1), members=()), 0.0)
+            assert bool(member.beat(worker).heartbeat.worker.lost_peers) == (len(told) < number)  # type: ignore[union-attr]
+    assert tuple(told) == losses
+    beat = member.beat(replace(worker, generation=2, lost_peers=losses[:1]))
+    assert beat.heartbeat is not None
+    assert beat.heartbeat.worker.lost_peers == losses[:1]  # of another generation
+
+
+def test_answer_is_not_awaited_while_more_losses_are_to_be_told() -> None:
+    member = make()
+    receive(member, "run", 2, 1)
+    losses = tuple(LostPeer(Join("observer", ordinal)) for ordinal in range(5000))
+    assert member.beat(WorkerStatus(1, "running", lost_peers=losses)).known == ""
+    assert member.beat(WorkerStatus(1, "running", lost_peers=losses[:1])).known == "lead:2"

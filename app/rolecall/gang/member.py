@@ -32,6 +32,7 @@ from rolecall.gang.protocol import (
 
 RETRY_SECONDS = 0.2  # from a failed request to the next, unless there is something new to report
 TICKS = 24  # a lease
+MAX_LOSSES = 256  # a heartbeat: many more than one request may hold can be lost at once
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Member:
         self._coordinator = ""  # the incarnation that gave the newest directive
         self._list: tuple[str, tuple[Key, ...]] = "", ()  # the newest list of members, by its name
         self._reported: Heartbeat | None = None  # the last that was answered
+        self._taken = (0, 0), 0  # of the worker's part, how many losses the coordinator has taken
         self._sequence = 0
         self._epoch = 0  # of the last directive that was carried out
         self._place: Key | None = None  # that the worker was started for
@@ -83,6 +85,8 @@ class Member:
         """The next heartbeat."""
         self._sequence += 1
         unknown = self._reported is None or self.retries > 0  # to the coordinator, which may have been restarted
+        taken = self._losses_taken(worker)
+        worker = replace(worker, lost_peers=worker.lost_peers[taken : taken + MAX_LOSSES])
         return replace(
             self.identity,
             sequence=self._sequence,
@@ -96,12 +100,18 @@ class Member:
     def beat(self, worker: WorkerStatus) -> Beat:
         """The next request: the heartbeat, if it says something new, and what the coordinator need not repeat."""
         heartbeat, reported = self.heartbeat(worker), self._reported
-        beat = Beat(self.identity.incarnation, heartbeat.sequence, known=self.known, listed=self._list[0])
+        more = len(worker.lost_peers) - self._losses_taken(worker) > MAX_LOSSES  # they follow the answer
+        known = "" if more else self.known
+        beat = Beat(self.identity.incarnation, heartbeat.sequence, known=known, listed=self._list[0])
         if reported is not None and not self.retries:
             same = replace(heartbeat, sequence=reported.sequence, settings=reported.settings) == reported
             if same:
                 return replace(beat, since=reported.sequence)
         return replace(beat, heartbeat=heartbeat)
+
+    def _losses_taken(self, worker: WorkerStatus) -> int:
+        part, count = self._taken
+        return count if part == (worker.generation, worker.join) else 0
 
     @property
     def known(self) -> str:
@@ -128,7 +138,9 @@ class Member:
                 return False
         elif not beat.known:
             return False
-        self._reported = beat.heartbeat or self._reported
+        if beat.heartbeat is not None:
+            self._reported, worker = beat.heartbeat, beat.heartbeat.worker
+            self._taken = (worker.generation, worker.join), self._losses_taken(worker) + len(worker.lost_peers)
         self.contact, self.retries = sent_at, 0
         if self.directive and self._reported and self._reported.acknowledged:
             self.over = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rolecall.errors import FAILED
-from rolecall.gang.protocol import ORDERLY, OUT_OF_MEMORY, Budget, Cause, Event, Rules, Verdict
+from rolecall.gang.protocol import KILLED, ORDERLY, OUT_OF_MEMORY, Budget, Cause, Event, Rules, Verdict
 
 MAX_REMEMBERED_ENDS = 8  # different ends of generations
 MAX_END_CHARACTERS = 160
@@ -82,10 +82,13 @@ class RestartBudget:
         return self.exhausted()
 
     def _compare(self, cause: Cause, end: str) -> None:
-        """Counts kills in a row of one worker at the same step, of generations that made a step or started from a
-        checkpoint. A kill from outside, or for lack of memory, comes at any step."""
+        """Counts kills in a row of one worker at the same step; before a first step, and without a checkpoint, only
+        those by SIGKILL while the kernel has counted none. A kill from outside, or for lack of memory, comes at any
+        step."""
         this_end, self._reached = (end, self._reached), 0
-        counts = cause == "killed" and this_end[1] > 0 and not _is_out_of_memory(end.partition("; ")[2])
+        before_any = self._rules.steps and end.endswith(KILLED)
+        own = not _is_out_of_memory(end.partition("; ")[2]) if this_end[1] else before_any
+        counts = cause == "killed" and own
         self._same_step_kills = (self._same_step_kills + 1 if this_end == self._last_end else 1) if counts else 0
         self._last_end = this_end
 

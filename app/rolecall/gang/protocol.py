@@ -33,6 +33,7 @@ FENCE = 0.8  # fraction of a lease without an answer after which a member ends i
 DETACH = 0.6  # fraction of a lease after which a worker that stays leaves its generation, so that it need not end
 MAX_BACKOFF_SECONDS = 300.0
 OUT_OF_MEMORY = "out of memory"  # prefix of the hint at a worker's end that the kernel has counted as such
+KILLED = "killed by SIGKILL"  # a worker's end; a hint follows unless the kernel's counts show that memory sufficed
 JOIN_SECONDS = 0.2  # between two batches of members that join: each costs every member a message
 PEER_REPORT_SECONDS = 1.0  # from a rank's loss of a peer until that peer has reported its own end
 

@@ -1,10 +1,11 @@
-"""This process's cgroup, of version 2 or 1: its limits, and whether its memory ran out."""
+"""This process's cgroup, of version 2 or 1: its limits, and whether memory ran out."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rolecall.gang.protocol import OUT_OF_MEMORY
 
@@ -12,12 +13,21 @@ MIB = 2**20
 UNLIMITED = 2**60  # version 1 writes "no limit" as a number near 2**63
 
 
+class OomKills(NamedTuple):
+    """How many processes of this process's cgroup, and of the machine, the kernel has killed because memory ran out;
+    None if it cannot be read."""
+
+    own: int | None
+    machine: int | None
+
+
 @dataclass(frozen=True)
 class Cgroup:
-    """The cgroup that the file `membership` names, in the file system at `root`. Tests replace both."""
+    """The cgroup that the file `membership` names, in the file system at `root`. Tests replace the paths."""
 
     root: Path = Path("/sys/fs/cgroup")
     membership: Path = Path("/proc/self/cgroup")
+    vmstat: Path = Path("/proc/vmstat")
 
     def folders(self, controller: str) -> list[Path]:
         """The folders of this process's cgroup and of those around it, the innermost first. A container sees its own as
@@ -43,25 +53,30 @@ class Cgroup:
                     numbers.append(number)
         return numbers
 
-    def oom_kills(self) -> int | None:
-        """How many processes of this process's cgroup the kernel killed because memory ran out; None if the counter
-        cannot be read."""
-        for folder in self.folders("memory"):
-            for name in ("memory.events", "memory.oom_control"):
-                with contextlib.suppress(OSError, ValueError):  # another version, or an old kernel
-                    for line in (folder / name).read_text().splitlines():
-                        word, _, count = line.partition(" ")
-                        if word == "oom_kill":
-                            return int(count)
-        return None
+    def oom_kills(self) -> OomKills:
+        """The kernel's counts of now."""
+        files = [folder / name for folder in self.folders("memory") for name in ("memory.events", "memory.oom_control")]
+        own = next((count for count in map(_oom_kill, files) if count is not None), None)
+        return OomKills(own, _oom_kill(self.vmstat))
 
-    def ran_out(self, before: int | None) -> str:
-        """OUT_OF_MEMORY, with the cgroup's limit and peak as far as they can be read, if `oom_kills` is greater than
-        `before`; else empty."""
+    def ran_out(self, before: OomKills) -> str:
+        """OUT_OF_MEMORY, with the cgroup's limit and peak as far as they can be read, if its count is greater than
+        `before`; with a question mark if no count shows that memory did not run out; else empty."""
         now = self.oom_kills()
-        if before is None or now is None or now <= before:
-            return ""
+        if before.own is None or now.own is None or now.own <= before.own:
+            unmoved = any(count is not None and count == then for count, then in zip(now, before, strict=True))
+            return "" if unmoved else f"{OUT_OF_MEMORY}?"
         limit = self.least("memory", "memory.max", "memory.limit_in_bytes")
         peak = next(iter(self._numbers("memory", "memory.peak", "memory.max_usage_in_bytes")), None)
         sizes = [f"{name} {size // MIB} MiB" for name, size in (("limit", limit), ("peak", peak)) if size]
         return f"{OUT_OF_MEMORY} ({', '.join(sizes)})" if sizes else OUT_OF_MEMORY
+
+
+def _oom_kill(file: Path) -> int | None:
+    """The count of that name in `file`; None if it has none: of another version of cgroups, or an old kernel."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            word, _, count = line.partition(" ")
+            if word == "oom_kill":
+                return int(count)
+    return None

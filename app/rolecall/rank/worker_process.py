@@ -158,9 +158,12 @@ class WorkerProcess:
             return
         except (OSError, fork_server.ForkError) as error:
             hint = Cgroup().ran_out(self._oom_kills)
-            if hint or (isinstance(error, fork_server.ForkError) and error.killed):
+            if isinstance(error, fork_server.ForkError) and error.killed:
+                self._kill_outcome = self._kill_outcome or "killed"
+            elif hint.endswith("?"):
+                hint = ""
+            elif hint:
                 self._kill_outcome = self._kill_outcome or "killed"  # no fault of what the worker would have run
-                hint = hint or "out of memory?"
             await self._end(f"cannot fork: {error}{hint and '; '}{hint}")
             return
         finally:
@@ -381,9 +384,10 @@ class WorkerProcess:
         return telemetry.step_in(self.task.directory)
 
     def _killer(self, code: int | None) -> str:
-        """What killed it. Without a count of the kernel's, "out of memory" has a question mark."""
+        """What killed it. If the kernel's counts cannot tell, "out of memory" has a question mark."""
         hint = Cgroup().ran_out(self._oom_kills)
+        if hint.endswith("?") and code != -signal.SIGKILL:
+            hint = ""
         if code is None or code >= 0:
             return hint and f"killed; {hint}"
-        hint = hint or ("out of memory?" if -code == signal.SIGKILL else "")
         return f"killed by {_name_of(-code)}{hint and '; '}{hint}"

@@ -71,11 +71,13 @@ def ended(process: psutil.Process) -> bool:
 
 
 def test_fork_has_its_own_arguments_environment_and_output(server: Zygote, tmp_path: Path) -> None:
+    descriptors = psutil.Process().num_fds()
     one = fork(server, tmp_path / "one", "rank", JOB="rl", ROLE="nobody")
     other = fork(server, tmp_path / "other", "config", "rl", "--markdown")
     assert one.pid != other.pid
     assert (one.wait_for(DEADLINE), other.wait_for(DEADLINE)) == (2, 0)
     assert (one.returncode, other.returncode) == (2, 0)
+    assert psutil.Process().num_fds() == descriptors
     lines = (tmp_path / "one").read_text().splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("rolecall: ROLE='nobody': no such role")
@@ -97,9 +99,11 @@ def test_kill_reports_the_signal_and_ends_the_process_group(server: Zygote, tmp_
         TMPDIR=str(tmp_path),
     )
     family = until(lambda: psutil.Process(rank.pid).children(recursive=True), "its fork server")
+    assert {*tmp_path.iterdir()} > {tmp_path / "out"}
     rank.kill()
-    assert rank.wait_for(DEADLINE) == -signal.SIGKILL
+    assert asyncio.run(LocalProcess(rank, tmp_path).wait()) == -signal.SIGKILL
     until(lambda: not any(child.is_running() for child in family), "its fork server to be gone")
+    assert {*tmp_path.iterdir()} == {tmp_path / "out"}
 
 
 def test_call_ends_a_command_that_outlasts_its_deadline(

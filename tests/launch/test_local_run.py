@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,8 +80,10 @@ def test_ranks_are_added_and_dropped(run: LocalRun) -> None:
         assert [rank.name for rank in run.ranks][1:] == [f"observer {number}" for number in range(4)]
         ports = [rank.environment[name] for rank in run.ranks for name in ("PORT", "METRICS_PORT")]
         assert len({*ports}) == len(ports)
+        dropped = [weakref.ref(rank) for rank in run.ranks[2:]]
         run.scale("observer", 1)
         await until(lambda: len(run.ranks) == 2)
+        await until(lambda: gc.collect() >= 0 and not any(rank() for rank in dropped))  # nothing holds them
         assert [rank.name for rank in run.ranks] == ["agent 0", "observer 0"]
         assert not over.done()
         for role, count in (("agent", 2), ("nobody", 1), ("observer", 0), ("observer", 10**6)):

@@ -320,7 +320,7 @@ class Gang:
             del self.members[key]
             self._epochs.newest += 1  # what it must do as no member is another directive
             self._leavers.discard(key)
-            self._roster.vacate(key)
+            self._roster.vacate(key, member.heartbeat)
 
     def _notice_pause(self, now: float) -> None:
         paused, self._ticked = now - self._ticked, now

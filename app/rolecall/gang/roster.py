@@ -19,6 +19,7 @@ from rolecall.gang.protocol import (
 
 MAX_NAMED_SETTINGS = 3
 MAX_VALUE_CHARACTERS = 80
+MAX_REMEMBERED = 4096  # ranks that are not there any more: one that wakes up later may take its place again
 
 
 @dataclass
@@ -62,8 +63,8 @@ class Roster:
         self._roles, self._rank0, self._incarnation = roles, rank0, incarnation
         self._job, self._settings = job, settings
         self._newest: dict[object, str] = {}  # the incarnation of each rank, silent ones too
-        self._retired: set[str] = set()
-        self._places: dict[object, Key] = {}  # the last place of an incarnation, and of a role's rank on a node
+        self._retired: dict[str, None] = {}  # incarnations that were replaced
+        self._places: dict[object, Key] = {}  # the place of an incarnation, and of a role's rank on a node
         self._free = dict.fromkeys(roles, 0)  # by role: all ordinals below are taken
 
     def place(self, heartbeat: Heartbeat, members: Members) -> Key:
@@ -98,9 +99,12 @@ class Roster:
         held = member.heartbeat.incarnation, member.heartbeat.sequence
         return key if held == (beat.incarnation, beat.since) else None
 
-    def vacate(self, key: Key) -> None:
-        """The place `key` is free."""
+    def vacate(self, key: Key, heartbeat: Heartbeat) -> None:
+        """The place `key` is free, of the rank that sent `heartbeat`."""
         self._free[key[0]] = min(self._free[key[0]], key[1])
+        for rank in (heartbeat.incarnation, (heartbeat.role, heartbeat.node)):
+            if self._places.get(rank) == key:
+                del self._places[rank]
 
     def _difference(self, heartbeat: Heartbeat) -> str:
         """How the settings of the rank that sent `heartbeat` differ from rank 0's."""
@@ -149,9 +153,13 @@ class Roster:
         rank: object = key if heartbeat.ordinal is not None else (heartbeat.role, node)
         before = self._newest.get(rank)
         if before and before != heartbeat.incarnation:
-            self._retired.add(before)
+            self._retired[before] = None
             self._places.pop(before, None)
+        self._newest.pop(rank, None)  # the one that was heard of last comes last
         self._newest[rank] = heartbeat.incarnation
+        for remembered in (self._retired, self._newest):
+            if len(remembered) > MAX_REMEMBERED:
+                del remembered[next(iter(remembered))]
         self._places[heartbeat.incarnation] = key
         if heartbeat.ordinal is None:
             self._places[heartbeat.role, heartbeat.node] = key

@@ -27,6 +27,7 @@ from rolecall.rank.zygote import Forked, Zygote, ZygoteError
 
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
 LOCK = "lock"  # in a run's temporary folder
+LEFT = ("fork-server-{}-*", "rolecall-{}-*")  # there, by the process of a rank: what a killed one leaves
 LAST_OUTPUT_SECONDS = 2.0  # seconds for the rest of an ended rank's output
 
 
@@ -155,12 +156,12 @@ class Machines(Protocol):
 
 
 class LocalProcess:
-    """A rank's process on this machine, which leads a session."""
+    """A rank's process on this machine, which leads a session, and whose TMPDIR is `temporary`."""
 
     lost = False
 
-    def __init__(self, process: asyncio.subprocess.Process | Forked) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process | Forked, temporary: Path | None = None) -> None:
+        self._process, self._temporary = process, temporary
 
     @property
     def pid(self) -> int:
@@ -173,8 +174,15 @@ class LocalProcess:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """See `Process`."""
-        return await self._process.wait()
+        """See `Process`. Removes what it has left in its TMPDIR."""
+        code = await self._process.wait()
+        for left in LEFT if self._temporary else ():
+            for path in self._temporary.glob(left.format(self.pid)):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+        return code
 
     def drain(self) -> None:
         """See `Process`."""
@@ -252,7 +260,7 @@ class Here:
         if self.zygote and not alone and rank not in self._alone:
             try:
                 forked = await asyncio.to_thread(self.zygote.fork, arguments(), environment, output, output)
-                return LocalProcess(forked)
+                return LocalProcess(forked, Path(environment.get("TMPDIR", "/tmp")))
             except ZygoteError as error:
                 if stopped.is_set():
                     return None
@@ -266,7 +274,8 @@ class Here:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-            )
+            ),
+            Path(environment.get("TMPDIR", "/tmp")),
         )
 
 

@@ -248,12 +248,10 @@ class LocalRun:
             pending = {task for task in self._tasks.values() if not task.done()}
             await asyncio.wait({*pending, interrupted, scaled}, return_when=asyncio.FIRST_COMPLETED)
             scaled.cancel()
-            ended = {rank for rank, task in self._tasks.items() if task.done()} - seen
-            codes += [self._tasks[rank].result() for rank in ended if not rank.dropped]
-            for rank in ended:
-                if rank.dropped:
-                    self._forget_dropped(rank)
-            seen |= ended
+            self._forget_dropped()
+            ended = {rank for rank, task in self._tasks.items() if task.done()}
+            codes += [self._tasks[rank].result() for rank in ended - seen]
+            seen = ended
         signalled = again if interrupted.done() else interrupted
         refused = rank0.done() and rank0.result() == USAGE  # the others cannot start without rank 0
         for rank in self.ranks:
@@ -332,12 +330,16 @@ class LocalRun:
         self.addresses.append(self._address(rank))
         return rank
 
-    def _forget_dropped(self, rank: RankProcess) -> None:
-        """Removes a rank that has drained from the lists of this run's ranks."""
-        self.ranks.remove(rank)
-        self._machines.forget(rank.name)
-        self.addresses.remove(self._address(rank))
-        self._republish()
+    def _forget_dropped(self) -> None:
+        """Removes ranks that have drained from the lists of this run's ranks."""
+        gone = [rank for rank, task in self._tasks.items() if rank.dropped and task.done()]
+        for rank in gone:
+            self.ranks.remove(rank)
+            del self._tasks[rank]
+            self._machines.forget(rank.name)
+            self.addresses.remove(self._address(rank))
+        if gone:
+            self._republish()
 
     def _republish(self) -> None:
         if self._published:

@@ -95,7 +95,7 @@ def start_as_fork(preload: Sequence[str], withheld: Sequence[int] = ()) -> None:
         return
     _imported = [*preload]
     with socket.socket(socket.AF_UNIX) as listener:
-        address = tempfile.mktemp(prefix="fork-server-")
+        address = tempfile.mktemp(prefix=f"fork-server-{os.getpid()}-")
         listener.bind(address)
         Path(address).chmod(0o600)
         listener.listen()

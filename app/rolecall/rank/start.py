@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,7 +26,7 @@ def run(job: Description, settings: Settings, identity: Identity, run: int = 0, 
     """
     endpoints.allow_descriptors()
     termination.write("")  # deletes the message of an earlier process
-    directory, tunnel = Path(tempfile.mkdtemp(prefix="rolecall-")), None
+    directory, tunnel = Path(tempfile.mkdtemp(prefix=f"rolecall-{os.getpid()}-")), None
     rank0 = Peer(job.roles[0].name, 0, 0).name
     name = "" if identity.ordinal is None else Peer(identity.role, identity.ordinal, 0).name
     if name == rank0:  # the others connect there

@@ -80,6 +80,8 @@ class Forked:
                 raise TimeoutError
             with self._lock:
                 self.returncode = self._process.exitcode
+                if self.returncode is not None:
+                    self._process.close()  # its two descriptors would wait for a collection
             if self.returncode is None or (self.returncode == LOST and self.kill()):
                 self.returncode = -signal.SIGKILL  # its successor uses the same ports
         return self.returncode

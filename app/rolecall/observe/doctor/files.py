@@ -86,7 +86,7 @@ def temporary(subject: Subject) -> Finding:
     path = Path(config.exported("TMPDIR") or "/tmp")
     if error := write_error(path):
         return problem(f"{path} cannot be written ({reason(error)})")
-    if len(os.fsencode(path.absolute() / "rolecall-12345678" / places.COORDINATOR)) > MAX_SOCKET_PATH:
+    if len(os.fsencode(path.absolute() / "rolecall-1234567-12345678" / places.COORDINATOR)) > MAX_SOCKET_PATH:
         text = f"{path} is too long for a socket's path, which has at most {MAX_SOCKET_PATH} bytes"
         return problem(text, "name a shorter TMPDIR")
     free = shutil.disk_usage(path).free

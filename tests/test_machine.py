@@ -1,4 +1,4 @@
-"""Who else uses the machine, as far as `rolecall run` warns of them."""
+"""Who else uses the machine, as far as a run warns of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from rolecall import machine
-from rolecall.declare import describe
-from rolecall.launch import local
-from rolecall.launch.rank_process import RankProcess
+from rolecall.config import Settings
+from rolecall.torch_rpc import store
 
 ACCOUNTS = {"root": (0, "/bin/bash"), "postgres": (101, "/bin/bash"), "nobody": (65534, "/bin/sh")}
 ACCOUNTS |= {"me": (1000, "/bin/sh"), "bob": (1002, "/bin/fish"), "alice": (1001, "")}
@@ -79,22 +78,18 @@ def test_nobody_is_in_a_network_namespace_of_the_runs_own(run: Run, monkeypatch:
 
 
 @pytest.mark.parametrize("names", [[], ["alice", "bob", "carol", "dave", "eve"]])
-def test_a_run_warns_of_other_people_in_one_line(
-    names: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+def test_where_torch_listens_other_people_are_named_in_one_line(
+    names: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def supervise(_: RankProcess) -> int:
-        return 0
-
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "other_people", lambda: names)
-    monkeypatch.setattr(RankProcess, "supervise", supervise)
-    assert local.run(describe.describe("rnn")) == 0
-    warnings = [line for line in capfd.readouterr().out.splitlines() if "warning" in line]
+    settings = Settings(master_addr="127.0.0.1", bind_addr="127.0.0.1")
+    store.open_store(settings, generation=1, rank=0, world_size=1, port=0)
+    warnings = capfd.readouterr().err.splitlines()
     assert len(warnings) == bool(names)
-    assert all("(alice, bob, carol and 2 more)" in line and local.OTHER_USERS_DOC in line for line in warnings)
+    assert all("(alice, bob, carol and 2 more)" in line and store.OTHER_USERS_DOC in line for line in warnings)
 
 
 def test_the_warnings_page_has_what_it_names() -> None:
-    page, _, heading = local.OTHER_USERS_DOC.partition("#")
+    page, _, heading = store.OTHER_USERS_DOC.partition("#")
     lines = (Path(__file__).parents[1] / page).read_text().splitlines()
     assert f"##-{heading}" in [line.lower().replace(" ", "-") for line in lines]

@@ -9,12 +9,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rolecall import config, machine, telemetry
+from rolecall import config, telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.declare.describe import Description
@@ -32,21 +31,9 @@ from rolecall.rank.zygote import Zygote
 from rolecall.record import rundir
 from rolecall.tunnel import keys
 
-OTHER_USERS_DOC = "docs/security.md#other-users-of-the-machine"
 ANSWER_SECONDS = 5.0  # for a supervisor to answer
 EXIT_SECONDS = 10.0  # for the other ranks to exit after the first
 CRASH_REPORT_SECONDS = 1.0  # for rank 0 to reply to the report of a crash
-
-
-def others_warning(names: Sequence[str]) -> str:
-    """A line on what other users of this machine, if there are any, can do to a run."""
-    if not names:
-        return ""
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"rolecall: warning: other users of this machine ({shown}) can run code as you during this run, through "
-        f"torch's loopback ports; {OTHER_USERS_DOC} says how to keep them out"
-    )
 
 
 async def _answers(port: int) -> bool:
@@ -180,8 +167,6 @@ class LocalRun:
             raise
         self.output = Output(sys.stdout, sys.stderr)
         self.output.line(f"rolecall: this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
-        if not self._hosts and (warning := others_warning(machine.other_people())):
-            self.output.line(warning)
         if self._hosts:
             self._hosts.show_by(self.show)
         self._tasks = {rank: asyncio.create_task(rank.supervise()) for rank in self.ranks}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import psutil
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from rolecall import config
+from rolecall import config, machine
 from rolecall.config import Settings
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.torch_rpc.reach import LOOPBACK, TunnelStore
 from rolecall.tunnel import places
 from rolecall.tunnel.client import TunnelClient
+
+OTHER_USERS_DOC = "docs/security.md#other-users-of-the-machine"
 
 
 def open_store(
@@ -56,6 +59,8 @@ def open_store(
     else:
         port = reach.port_to(rank0, settings.master_addr, settings.rank0_port, places.store(generation))
     config.export(TP_SOCKET_IFNAME=network, GLOO_SOCKET_IFNAME=network)
+    if listener and (others := machine.other_people()):
+        print(_others_warning(others), file=sys.stderr, flush=True)  # `rolecall run` shows an equal line once
     store = TCPStore(
         host,
         port,
@@ -66,6 +71,15 @@ def open_store(
         master_listen_fd=listener.detach() if listener else None,
     )
     return PrefixStore(_prefix(generation), store)
+
+
+def _others_warning(names: Sequence[str]) -> str:
+    """A line on what other users of this machine can do to a run."""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"rolecall: warning: other users of this machine ({shown}) can run code as you during this run, through "
+        f"torch's ports; {OTHER_USERS_DOC} says how to keep them out"
+    )
 
 
 def _prefix(generation: int) -> str:

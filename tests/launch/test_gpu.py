@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from structlog.typing import EventDict
 
+from rolecall.errors import UsageError
 from rolecall.launch import gpu
+from rolecall.launch.here import Here
 
 Seen = Callable[..., list[str | None]]
 
@@ -47,11 +49,23 @@ def test_those_that_the_user_allows_are_shared(seen: Seen) -> None:
 
 
 def test_too_few_are_taken_in_turn_and_reported(seen: Seen, logged: list[EventDict]) -> None:
-    assert seen(1, 1, 1, 4, gpus=2) == ["0", "1", "0", "1,0"]
+    assert seen(1, 1, 1, 2, 2, gpus=2) == ["0", "1", "0", "1,0", "1,0"]
     (event,) = logged
     assert (event["event"], event["gpus"], event["asked"]) == ("fewer GPUs than the roles ask for", 2, 7)
 
 
+@pytest.mark.parametrize(("wanted", "gpus", "there"), [(1, 0, "none"), (3, 2, "2")])
+def test_a_rank_that_wants_more_than_there_are_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: int, gpus: int, there: str
+) -> None:
+    monkeypatch.delenv(gpu.VISIBLE, raising=False)
+    monkeypatch.setattr(gpu, "DRIVER", tmp_path)
+    for number in range(gpus):
+        (tmp_path / f"0000:{number}").mkdir()
+    with pytest.raises(UsageError, match=rf"^lead 0: .*gpus={wanted}, and {there} can be used"):
+        Here().plan({"lead 0": wanted, "sampler 0": None, "sampler 1": 0})
+
+
 def test_a_machine_without_is_no_warning(seen: Seen, logged: list[EventDict]) -> None:
-    assert seen(1, 0, None) == ["", "", None]
+    assert seen(0, None) == ["", None]
     assert logged == []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rolecall import config, telemetry
+from rolecall.errors import UsageError
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder a GPU
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -19,9 +20,20 @@ def visible() -> list[str]:
     return [str(number) for number in range(len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0)]
 
 
+def require(wanted: Mapping[str, int | None]) -> None:
+    """Raises UsageError if one of these ranks, by name, wants more GPUs than there are."""
+    there = len(visible())
+    for rank, count in wanted.items():
+        if count and count > there:
+            raise UsageError(
+                f"{rank}: its role asks for gpus={count}, and {there or 'none'} can be used here; set DEVICE=cpu to "
+                f"compute without, or {VISIBLE} to those that there are"
+            )
+
+
 def share(wanted: Sequence[int | None]) -> list[dict[str, str]]:
     """The variable that gives each rank as many GPUs as it wants, each to one rank for as long as there are enough;
-    nothing for a rank that wants None, which sees all. Without any GPU, ranks compute on the CPU."""
+    nothing for a rank that wants None, which sees all."""
     gpus, taken, shares = visible(), 0, list[dict[str, str]]()
     for count in wanted:
         chosen = [gpus[number % len(gpus)] for number in range(taken, taken + (count or 0))] if gpus else []

@@ -223,6 +223,7 @@ class Here:
 
     def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
         """See `Machines`: the ports, and the visible GPUs."""
+        gpu.require(gpus)
         shares = gpu.share([*self._gpus.values(), *gpus.values()])[len(self._gpus) :]
         # every other one: with TLS=off rank 0 takes the next port too
         pairs = [*zip(reserve(len(gpus), self._ports[::2]), reserve(len(gpus), PORTS[::2]), strict=True)]

@@ -127,18 +127,18 @@ class Hosted:
 
     async def _run(self, start: Start, killed: asyncio.Event) -> None:
         """Starts a rank, sends what it writes, and how it ends."""
-        read, write = os.pipe()
+        (read, write), problem = os.pipe(), CRASHED
         try:
             environment = self._environment(start)
             process = await self._here.start(start.rank, environment, write, start.alone, killed)
         except (UsageError, OSError) as error:
             os.write(write, f"rolecall: {start.rank}: cannot start: {error}\n".encode())
-            process = None
+            process, problem = None, USAGE if isinstance(error, UsageError) else CRASHED
         finally:
             os.close(write)
         if process is None:
             os.close(read)
-            await self._send(Ended(start.rank, CRASHED))
+            await self._send(Ended(start.rank, problem))
             return
         self._processes[start.rank] = process
         if killed.is_set():

@@ -23,6 +23,7 @@ def test_curves_go_on_after_a_kill(cluster: Callable[..., Cluster]) -> None:
     made.is_whole()
     made.first.terminate()
     assert made.first.wait() == 0
+    assert "a sink cannot be written" not in made.first.text()
     everything = sink_readers.tensorboard(made.checkpoints)
     curves = {tag: [event.step for event in everything.Scalars(tag)] for tag in everything.Tags()["scalars"]}
     assert {"done", "score"} < {*curves}

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -24,8 +26,9 @@ from rolecall import __main__, config, machine
 from rolecall.declare import flags, sources
 from rolecall.errors import USAGE, UsageError
 from rolecall.launch import host, host_messages, hosts, ssh
-from rolecall.launch.here import Here
-from rolecall.launch.host_messages import Files, Ready
+from rolecall.launch.here import Here, Killed
+from rolecall.launch.host import Connection, HostedProcess
+from rolecall.launch.host_messages import Files, Ready, ToHost
 from tests.launch import fake_ssh
 from tests.ports import free_ports
 
@@ -64,6 +67,7 @@ def test_other_arguments_are_left_to_the_job() -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        (["--hosts", ""], "--hosts: names no host"),
         (["--hosts", "a,,b"], "--hosts"),
         (["--hosts=-oProxyCommand=x"], "--hosts"),
         (["--hosts", "a b"], "--hosts"),
@@ -218,6 +222,23 @@ def test_ports_of_a_run_that_does_not_listen_yet_are_given_to_no_other_run() -> 
         pass
     one.forget("a 0")
     assert other.plan({"a 0": None})[0]["PORT"] == planned["PORT"]
+
+
+def test_each_of_two_kills_of_a_part_has_its_answer() -> None:
+    async def play() -> None:
+        sent: list[ToHost] = []
+        connection, output = SimpleNamespace(host="b", send=sent.append), SimpleNamespace()
+        process = HostedProcess("observer 1", cast(Connection, connection), cast(asyncio.StreamWriter, output))
+        kills = [asyncio.create_task(process.kill_part("worker")) for _ in range(2)]
+        while len(sent) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        answers = [Killed((f"worker {pid}",), ("worker",)) for pid in (7, 8)]
+        for answer in answers:
+            process.answer_kill("worker", answer)
+        async with asyncio.timeout(DEADLINE):
+            assert await asyncio.gather(*kills) == answers
+
+    asyncio.run(play())
 
 
 # ---- a run

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.config import Settings
-from rolecall.declare import describe
+from rolecall.declare import describe, sources
 from rolecall.errors import FAILED, UNSAVED, UsageError
 from rolecall.launch import here, local
 from rolecall.launch.local import LocalRun
@@ -104,6 +104,23 @@ def test_the_next_run_removes_the_folder_of_a_killed_one(monkeypatch: pytest.Mon
     os.close(lock)
     here.remove_leftovers()
     assert not folder.exists()
+
+
+def test_the_next_run_removes_the_source_that_a_killed_one_passed_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "import os, signal\nfrom rolecall.declare import sources\n"
+        "with sources.passed_on({'pi.py': b''}): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, timeout=DEADLINE)
+    (left,) = tmp_path.iterdir()
+    with sources.passed_on({"pi.py": b""}):
+        here.remove_leftovers()
+        (kept,) = tmp_path.iterdir()  # its run lives
+        assert kept != left
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_refused_start_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -432,3 +432,22 @@ async def test_started_again_it_reports_what_an_earlier_runs_report_hid(tmp_path
     async with rank_0(tmp_path, resume=True) as lead:
         assert await lead.files.report(lead.gang, 0) == 0
     assert json.loads((tmp_path / rundir.SUMMARY).read_text())["state"] == "finished"
+
+
+@in_a_loop
+async def test_rows_that_come_while_a_stopped_run_is_reported_cost_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rank_0(tmp_path, resume=True) as lead:
+        await train(lead)
+        lead.files.record([Record("start", 0, 0.0, 1), Record("train", 0, 1.0, 0)])
+        write = lead.files.journal._write
+
+        def busy(content: bytes) -> None:
+            write(content)
+            lead.files.journal.add(lead.files.journal.history.lose_rank("left", 1, "observer 0 left"))
+
+        monkeypatch.setattr(lead.files.journal, "_write", busy)
+        monkeypatch.setattr(run_files.render, "write", lambda directory, state: (directory / rundir.PAGE).touch())
+        assert await lead.files.report(lead.gang, 0, lambda summary: summary) == 0
+        assert (tmp_path / rundir.PAGE).exists()

@@ -59,6 +59,8 @@ def take_host_options(arguments: Sequence[str]) -> tuple[HostOptions, list[str]]
     _add_host_options(takes)
     given, others = takes.parse_known_args(arguments)
     options = HostOptions(given.hosts or "", tuple(given.role), given.python or "")
+    if given.hosts is not None and not given.hosts.strip():
+        raise UsageError("--hosts: names no host; leave it out to run all ranks on this machine")
     if not options.hosts and (options.roles or options.python):
         raise UsageError(f"{'--role' if options.roles else '--python'}: needs --hosts HOST,HOST or --hosts FILE")
     return options, others

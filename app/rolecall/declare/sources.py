@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import functools
 import importlib.util
 import json
@@ -25,6 +26,7 @@ from rolecall.errors import UsageError
 
 MOST_FILES = 2000  # of one job; more lie in a folder that is not the job's alone, and are read when they are imported
 MOST_BYTES = 32 * 2**20
+PREFIX = "rolecall-source-"  # of a file that is passed on, in the temporary folder; its process has it locked
 Sources = dict[str, bytes]  # by path
 
 
@@ -61,15 +63,18 @@ def passed_on(sources: Sources) -> Iterator[None]:
     if not sources:
         yield
         return
-    file, name = tempfile.mkstemp(prefix="rolecall-source-")
-    try:
-        with os.fdopen(file, "w") as output:
+    file, new = tempfile.mkstemp(prefix="rolecall-new-")
+    with os.fdopen(file, "w") as output:  # open, so locked, for as long as this process needs it
+        fcntl.flock(output, fcntl.LOCK_EX)
+        path = Path(new).rename(Path(new).with_name(Path(new).name.replace("rolecall-new-", PREFIX, 1)))
+        try:
             json.dump({path: base64.b64encode(content).decode() for path, content in sources.items()}, output)
-        config.export(**{config.SOURCES: name})
-        yield
-    finally:
-        config.forget(config.SOURCES)
-        Path(name).unlink(missing_ok=True)
+            output.flush()
+            config.export(**{config.SOURCES: str(path)})
+            yield
+        finally:
+            config.forget(config.SOURCES)
+            path.unlink(missing_ok=True)
 
 
 def taken() -> Sources:

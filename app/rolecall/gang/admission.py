@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from rolecall.errors import FAILED
 from rolecall.gang.compact import text_of
-from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, Key, RoleSpec, Rules, Verdict, name_of
+from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, Key, RoleSpec, Rules, name_of
 from rolecall.gang.roster import MemberRecord, Members
 
 
@@ -38,9 +37,9 @@ class Admission:
         """`members` have joined the generation."""
         self._since.update({key: self._since.get(key, now) for key in members})
 
-    def died(self, key: Key, end: str, now: float) -> Verdict | None:
+    def died(self, key: Key, end: str, now: float) -> str:
         """An elastic rank's worker died, as `end` says. A rank that dies soon after it joined, again and again, is
-        readmitted with exponential backoff, as often as its role allows. Returns the job's verdict, if that fails."""
+        readmitted with exponential backoff, as often as its role allows. Returns its story once it is given up."""
         role = self._roles[key[0]]
         early = now - self._since.pop(key, now) < self._rules.stable_after
         deaths = self._deaths[key] = self._deaths.get(key, 0) + 1 if early else 0
@@ -48,11 +47,10 @@ class Admission:
         doublings = min(deaths - 2, 10)
         self._until[key] = now + min(pause * 2**doublings, MAX_BACKOFF_SECONDS) if deaths > 1 else now
         if role.restarts is None or deaths <= role.restarts:
-            return None
+            return ""
         self._until[key] = float("inf")
         times = f" {deaths} times in a row," if deaths > 1 else ""
-        story = f"{name_of(key)} died{times} before it had been in for {self._rules.stable_after:g} s: {end}"
-        return Verdict(story, FAILED) if role.required else None
+        return f"{name_of(key)} died{times} before it had been in for {self._rules.stable_after:g} s: {end}"
 
     def replaced(self, key: Key, old: MemberRecord) -> None:
         """`old`, at the place `key`, had a worker, and may live on elsewhere: it ends that worker within a lease."""

@@ -445,9 +445,11 @@ class Gang:
         if not joins and not self._live(key):
             return
         orderly = ("left",) if joins else ("left", "lost", "replaced")
-        if self._elastic(key) and cause not in orderly and (verdict := self._admission.died(key, end or reason, now)):
-            self._fail(verdict, now)
-            return
+        if self._elastic(key) and cause not in orderly and (story := self._admission.died(key, end or reason, now)):
+            if self.roles[key[0]].required:
+                self._fail(Verdict(story, FAILED), now)
+                return
+            self.events.append(Event("given up", reason=story))
         if not joins and (not self._elastic(key) or not self.generation.connected):
             self._stop(cause, reason, now, end)
             return

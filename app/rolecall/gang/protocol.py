@@ -17,7 +17,16 @@ DirectiveKind = Literal["run", "load", "detach", "stop", "leave", "finished", "f
 EffectKind = Literal["begin", "join", "done", "failed"]
 ActionKind = Literal["end", "start", "load", "attach", "detach", "update"]
 EventKind = Literal[
-    "generation", "joined", "draining", "drain given up", "stopped", "lost", "recovered", "finished", "failed"
+    "generation",
+    "joined",
+    "draining",
+    "drain given up",
+    "stopped",
+    "lost",
+    "given up",
+    "recovered",
+    "finished",
+    "failed",
 ]
 
 ALIVE: tuple[WorkerState, ...] = ("loading", "ready", "starting", "running")  # its process exists

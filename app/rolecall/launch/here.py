@@ -20,6 +20,7 @@ from typing import Protocol
 import psutil
 
 from rolecall import config, machine
+from rolecall.declare import sources
 from rolecall.errors import UsageError
 from rolecall.launch import gpu
 from rolecall.rank import descendants
@@ -67,13 +68,18 @@ def temporary_folder() -> tuple[Path, int]:
 
 
 def remove_leftovers() -> None:
-    """Removes the folders of runs of this user that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob("rolecall-local-*"):
+    """Removes the folders of runs of this user that were killed, and the sources that they passed on."""
+    folder = Path(tempfile.gettempdir())
+    folders = ((path, path / LOCK) for path in folder.glob("rolecall-local-*"))
+    for path, file in (*folders, *((path, path) for path in folder.glob(f"{sources.PREFIX}*"))):
         with contextlib.suppress(OSError):  # another user's; or one whose run lives, or has just removed it
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            lock = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                if path == file:
+                    path.unlink()
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -47,7 +48,8 @@ class HostedProcess:
         self.lost = False
         self.output = output
         self._rank, self._connection, self._ended = rank, connection, asyncio.Event()
-        self._killing = dict[str, asyncio.Future[Killed]]()  # by part
+        # by part, in order: the host answers each request
+        self._killing = defaultdict[str, deque[asyncio.Future[Killed]]](deque)
 
     async def wait(self) -> int:
         """See `Process`."""
@@ -67,7 +69,7 @@ class HostedProcess:
     async def kill_part(self, part: str) -> Killed:
         """See `Process`."""
         answer: asyncio.Future[Killed] = asyncio.get_running_loop().create_future()
-        self._killing[part] = answer
+        self._killing[part].append(answer)
         self._connection.send(KillPart(self._rank, part))
         try:
             async with asyncio.timeout(KILL_SECONDS):
@@ -78,8 +80,7 @@ class HostedProcess:
 
     def answer_kill(self, part: str, killed: Killed) -> None:
         """The host has `killed` processes, as `kill_part` has asked."""
-        answer = self._killing.pop(part, None)
-        if answer and not answer.done():  # its asker has waited too long
+        if self._killing[part] and not (answer := self._killing[part].popleft()).done():  # its asker still waits
             answer.set_result(killed)
 
     def end(self, code: int, lost: bool = False) -> None:

@@ -263,6 +263,11 @@ class Coordinator:
                 journal.add(journal.history.stall("ended", event.seconds))
         if event.kind == "failed":
             self.log.error("gang failed", **telemetry.cause(event.reason))
+        elif event.kind == "given up":
+            self.log.warning(
+                "a rank is given up, as its role's `restarts` says; the run goes on without it",
+                **telemetry.cause(event.reason),
+            )
         else:
             self.log.info(f"gang {event.kind}", **event.summary, **event.details())
 

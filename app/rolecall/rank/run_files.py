@@ -311,8 +311,7 @@ class RunFiles:
 
     async def _save(self, gang: Gang, summary: dict[str, Any] | None) -> str:
         """Writes the history, the summary, if there is one, and DONE if it is missing. Returns what went wrong."""
-        problem = ""
-        await self.journal.save()
+        problem, journaled = "", await self.journal.save()
         writes: dict[str, Callable[[], None]] = {}
         if rundir.DONE in self._unsaved:  # first: with it, a rank 0 that is started again writes the rest
             writes[rundir.DONE] = partial(rundir.write_done, self.directory, gang.summary)
@@ -325,7 +324,7 @@ class RunFiles:
                 problem = error.strerror or str(error)
             else:
                 self._is_saved(name)
-        if not self.journal.unsaved:
+        if journaled:
             self._is_saved(rundir.HISTORY)
         elif not problem:
             problem = f"{rundir.HISTORY} cannot be written"

@@ -25,7 +25,7 @@ from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
 from rolecall.gang.protocol import DETACH, FENCE, Directive, Heartbeat, name_of
-from rolecall.rank import collecting, endpoints, queries, stack_query, stats, tasks
+from rolecall.rank import collecting, endpoints, fork_server, queries, stack_query, stats, tasks
 from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
@@ -151,6 +151,8 @@ class Supervisor:
             await self._site.close()
             await tasks.cancel(self._tasks)
             await self.replies.close()
+            if coordinator:
+                fork_server.spared.update(coordinator.files.sinks.pids())  # they end with the run's files
             await self.workers.close()
             if coordinator:
                 await coordinator.stop(ended=member.exit_code == 0 and member.directive is not None)

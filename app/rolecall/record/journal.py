@@ -37,22 +37,17 @@ class Journal:
         """Queues `rows` for the next write."""
         self._rows += rows
 
-    @property
-    def unsaved(self) -> bool:
-        """Whether rows wait for the next write."""
-        return bool(self._rows)
-
     async def save_forever(self) -> None:
         """Writes new rows once a second."""
         while True:
             await asyncio.sleep(PERIOD_SECONDS)
             await self.save()
 
-    async def save(self) -> None:
-        """Writes new rows."""
+    async def save(self) -> bool:
+        """Writes the rows that are there. Returns whether they are written; others may have come meanwhile."""
         async with self._turn:
             if not self._rows:
-                return
+                return True
             rows, self._rows = self._rows, []
             content = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
             try:
@@ -60,6 +55,8 @@ class Journal:
             except OSError as error:
                 self._rows = [*rows, *self._rows]
                 self._warn(error)
+                return False
+            return True
 
     def _write(self, content: bytes) -> None:
         with rundir.using(self.path), self.path.open("ab") as file:

@@ -45,6 +45,11 @@ class Feed:
         self._ending: dict[str, Any] = {}  # the last request
         self._warned = False
 
+    @property
+    def pid(self) -> int:
+        """Its process; 0 if there is none."""
+        return self._process.pid if self._process else 0
+
     def add(self, items: list[Item]) -> None:
         """Queues `items`; of too many, every other point is dropped."""
         if self._task is None:
@@ -138,6 +143,10 @@ class Sinks:
         self.feeds = list(feeds)
         self._points = Points()
         self._over = False
+
+    def pids(self) -> set[int]:
+        """Their processes."""
+        return {feed.pid for feed in self.feeds if feed.pid}
 
     def record(self, records: Sequence[Record]) -> None:
         """Passes on the records of rank 0's worker."""

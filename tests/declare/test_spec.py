@@ -83,8 +83,9 @@ def test_an_elastic_role_has_room_for_its_count() -> None:
     ("role", "settings", "problem"),
     [
         (SAMPLER, {"samplers": 0}, "SAMPLERS=0 must lie between minimum=1 and maximum=1024, all at least 1"),
-        (Role("x", count=0), {}, "count=0 must lie between minimum=0 and maximum=0, all at least 1"),
-        (Role("x", count=-1), {}, "count=-1 must lie between"),
+        (Role("x", count=0), {}, "count=0 must be at least 1: the role x"),
+        (Role("x", count=-1), {}, "count=-1 must be at least 1"),
+        (Role("x", count="SAMPLERS"), {"samplers": 0}, "SAMPLERS=0 must be at least 1"),
         (Role("x", None, "SAMPLERS", "LEAST", "most"), {"samplers": 5}, "SAMPLERS=5 must .* LEAST=1 and MOST=4"),
         (Role("x", None, 2, "LEAST", 4), {"least": 3}, "count=2 must lie between LEAST=3 and maximum=4"),
         (Role("x", None, 2, 0, 4), {}, "count=2 must lie between minimum=0 and maximum=4"),

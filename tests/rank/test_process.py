@@ -13,19 +13,23 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from structlog.typing import EventDict
 
+from rolecall import machine
 from rolecall.config import Settings
 from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.gang.protocol import WorkerStatus
+from rolecall.launch.here import LocalProcess
 from rolecall.rank import descendants, fork_server, stack_dump, worker_process
 from rolecall.rank import pipe_messages as messages
 from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
@@ -59,6 +63,31 @@ def test_worker_that_was_killed_is_not_stopped_by_a_later_order(monkeypatch: pyt
         return worker.outcome
 
     assert asyncio.run(outcome()) == "killed"
+
+
+def sleeps_by_name(task: Task, connection: Any) -> None:
+    machine.name_process("rl", "observer", 1, "worker")
+    sleeps(task, connection)
+
+
+def test_a_worker_that_the_command_killed_did_not_run_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(worker_process, "_run", sleeps_by_name)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rank: Any = SimpleNamespace(pid=os.getpid(), returncode=None)
+
+    async def error() -> str:
+        worker = WorkerProcess(TASK, lambda: None)
+        await worker.start(60)
+        process = LocalProcess(rank, tmp_path)
+        async with asyncio.timeout(30):
+            while not (await process.kill_part("worker")).processes:  # noqa: ASYNC110  # until it has its name
+                await asyncio.sleep(0.01)
+            await worker.ended.wait()
+        return worker.error
+
+    assert asyncio.run(error()) == "killed by SIGKILL; by `rolecall kill`"
 
 
 # ---- what a worker has started ends with it

@@ -137,6 +137,9 @@ def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
         low = count if role.minimum is None else job.number(role.minimum, settings)
         most = max(count, MOST) if role.elastic else count
         high = most if role.maximum is None else job.number(role.maximum, settings)
+        if (role.minimum, role.maximum) == (None, None) and count < 1:
+            named = role.count.upper() if isinstance(role.count, str) else "count"
+            raise UsageError(f"wrong settings: {named}={count} must be at least 1: the role {role.name} has so many")
         if not 1 <= low <= count <= high:
             counts = {"count": (role.count, count), "minimum": (role.minimum, low), "maximum": (role.maximum, high)}
             spelled = [f"{name.upper() if isinstance(name, str) else kind}={n}" for kind, (name, n) in counts.items()]

@@ -157,9 +157,10 @@ class Roster:
             self._places.pop(before, None)
         self._newest.pop(rank, None)  # the one that was heard of last comes last
         self._newest[rank] = heartbeat.incarnation
-        for remembered in (self._retired, self._newest):
-            if len(remembered) > MAX_REMEMBERED:
-                del remembered[next(iter(remembered))]
+        if len(self._newest) > MAX_REMEMBERED:
+            del self._newest[next(iter(self._newest))]
+        if len(self._retired) > MAX_REMEMBERED:
+            del self._retired[next(iter(self._retired))]
         self._places[heartbeat.incarnation] = key
         if heartbeat.ordinal is None:
             self._places[heartbeat.role, heartbeat.node] = key

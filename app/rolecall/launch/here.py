@@ -84,6 +84,15 @@ def remove_leftovers() -> None:
                 os.close(lock)
 
 
+def _remove_left(temporary: Path, rank: int) -> None:
+    """Removes what the rank with that process ID has left in its TMPDIR."""
+    for path in (path for name in LEFT for path in temporary.glob(name.format(rank))):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def arguments() -> list[str]:
     """A rank's arguments."""
     return ["rank", "--tied", str(os.getpid())]
@@ -182,12 +191,8 @@ class LocalProcess:
     async def wait(self) -> int:
         """See `Process`. Removes what it has left in its TMPDIR."""
         code = await self._process.wait()
-        for left in LEFT if self._temporary else ():
-            for path in self._temporary.glob(left.format(self.pid)):
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
+        if self._temporary:
+            _remove_left(self._temporary, self.pid)
         return code
 
     def drain(self) -> None:
@@ -211,6 +216,9 @@ class LocalProcess:
         there = [] if self.returncode is not None else [*machine.parts(self.pid)]
         chosen = [(name, process) for name, process in there if part in ("", name)]
         for _, process in chosen:  # the supervisor first, so that it starts nothing
+            with contextlib.suppress(OSError):  # a full disk hinders no kill
+                if self._temporary:
+                    descendants.mark(self._temporary, self.pid, process.pid).touch()
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         return Killed(tuple(f"{name} {process.pid}" for name, process in chosen), tuple(name for name, _ in there))

@@ -9,6 +9,7 @@ import select
 import threading
 import time
 from collections.abc import Collection
+from pathlib import Path
 
 import psutil
 
@@ -19,6 +20,11 @@ KILL_SECONDS = 5.0  # until killed processes have exited; a process in a call to
 POLL_SECONDS = 0.01
 GRACE_SECONDS = 5.0  # for a supervisor to exit by itself after its parent
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def mark(temporary: Path, supervisor: int, process: int) -> Path:
+    """The file in a rank's TMPDIR that says that `rolecall kill` has killed a process of the rank."""
+    return temporary / f"rolecall-{supervisor}-killed-{process}"
 
 
 def adopt() -> None:

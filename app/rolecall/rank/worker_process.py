@@ -8,6 +8,7 @@ import importlib
 import os
 import select
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +51,12 @@ def _name_of(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _killer_of(pid: int) -> str:
+    """Who has sent SIGKILL to a process of this rank, if that is known."""
+    marked = descendants.mark(Path(tempfile.gettempdir()), os.getpid(), pid).exists()
+    return "by `rolecall kill`" if marked else ""
 
 
 def _run(task: Task, connection: Any) -> None:
@@ -160,6 +167,7 @@ class WorkerProcess:
             hint = Cgroup().ran_out(self._oom_kills)
             if isinstance(error, fork_server.ForkError) and error.killed:
                 self._kill_outcome = self._kill_outcome or "killed"
+                hint = _killer_of(fork_server.server_pid()) or hint
             elif hint.endswith("?"):
                 hint = ""
             elif hint:
@@ -390,4 +398,5 @@ class WorkerProcess:
             hint = ""
         if code is None or code >= 0:
             return hint and f"killed; {hint}"
+        hint = (_killer_of(self._pid) if code == -signal.SIGKILL else "") or hint
         return f"killed by {_name_of(-code)}{hint and '; '}{hint}"

@@ -167,3 +167,25 @@ def test_without_a_run_it_is_one_line(
 ) -> None:
     assert __main__.main([command[0], str(tmp_path), *command[1:]]) == USAGE
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("hangs", "is it frozen?"), ("closes", "the run is ending"), ("is gone", "the run is ending")]
+)
+def test_a_run_that_ends_is_not_called_frozen(
+    start: Callable[[int], Run],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: str,
+    said: str,
+) -> None:
+    run = start(os.getpid())
+    monkeypatch.setattr(control, "REPLY_SECONDS", 0.05 if how == "hangs" else 30.0)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(run.folder / "control"))
+        if how != "is gone":
+            listener.listen()
+        if how == "closes":
+            threading.Thread(target=lambda: listener.accept()[0].close()).start()
+        assert __main__.main(["kill", str(run.folder), "observer_1"]) == USAGE
+    assert said in capsys.readouterr().err

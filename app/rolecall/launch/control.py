@@ -112,7 +112,9 @@ def kill(run: str, role: str, ordinal: int, part: str) -> str:
 def _ask(run: str, request: dict[str, Any]) -> dict[str, Any]:
     path = targets.control_of(Path(run))
     if not path:
-        raise UsageError(f"RUN {run!r}: no `rolecall run` is under way in this folder")
+        raise UsageError(
+            f"RUN {run!r}: no `rolecall run` is under way in this folder; one that starts is once it has named its page"
+        )
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(REPLY_SECONDS)
@@ -122,8 +124,11 @@ def _ask(run: str, request: dict[str, Any]) -> dict[str, Any]:
             sock.sendall(json.dumps(request).encode() + b"\n")
             with sock.makefile("rb") as file:
                 reply: dict[str, Any] = json.loads(file.readline(MAX_REPLY_BYTES))
+    except TimeoutError as error:
+        problem = f"does not answer within {REPLY_SECONDS:g} s; is it frozen?"
+        raise UsageError(f"RUN {run!r}: `rolecall run` {problem}") from error
     except (OSError, ValueError) as error:
-        raise UsageError(f"RUN {run!r}: `rolecall run` does not answer ({error}); is it frozen?") from error
+        raise UsageError(f"RUN {run!r}: the run is ending, and takes no commands any more") from error
     if "error" in reply:
         raise UsageError(f"RUN {run!r}: {reply['error']}")
     return reply

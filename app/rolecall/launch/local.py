@@ -275,7 +275,8 @@ class LocalRun:
         Returns what was killed. Raises UsageError."""
         rank = next((rank for rank in self.ranks if (rank.role, rank.ordinal) == (role, ordinal)), None)
         if rank is None or rank.process is None or not rank.pid:
-            raise UsageError(f"{_name(role, ordinal)}: has no process now")
+            state = "" if rank is None else f": it is {rank.state}"
+            raise UsageError(f"{_name(role, ordinal)}: has no process now{state}")
         killed = await rank.process.kill_part(part)
         if not killed.processes:
             there = ", ".join(dict.fromkeys(killed.parts)) or "none"
@@ -360,7 +361,7 @@ class LocalRun:
             self._again.set()
             return
         self._interrupted.set()
-        self.show("rolecall: stopping: a checkpoint is written; Ctrl-C again to stop at once")
+        self.show("rolecall: stopping: the job's state, if it has any, is saved; Ctrl-C again to stop at once")
 
     async def _display(self) -> None:
         rank0 = targets.Target(str(self.directory), self.addresses[0].url.removesuffix("/metrics"), self.directory)

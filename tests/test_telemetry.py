@@ -381,3 +381,49 @@ def test_lesser_levels_are_left_out() -> None:
 
     for level, expected in {"debug": 4, "info": 3, "warning": 2, "error": 1}.items():
         assert logged("json", write, level).count("\n") == expected
+
+
+LOGS = """
+import logging, sys
+from rolecall import telemetry
+if sys.argv[1:]:
+    logging.basicConfig(format="mine: %(message)s", level="INFO")
+telemetry.setup_logging("json", "info", role="observer", ordinal=1)
+telemetry.take_logging("info", "ours")
+logging.info("by %s", "root")
+logging.getLogger("model").info("by a module")
+logging.getLogger("model").debug("too much")
+logging.getLogger("model").log(35, "in between")
+def library(name, level):
+    code = compile(f"logging.getLogger({name!r}).{level}({name!r})", telemetry.LIBRARIES[0] + "/x.py", "exec")
+    exec(code)
+library("httpx", "info")
+library("httpx", "warning")
+library("ours.model", "info")
+try:
+    raise ValueError("bad")
+except ValueError:
+    logging.exception("failed")
+"""
+
+
+def test_the_log_has_what_the_users_code_logs() -> None:
+    done = subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, timeout=FAILSAFE)
+    assert done.stderr == ""
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["event"], line["level"], line.get("logger")) for line in lines] == [
+        ("by root", "info", None),
+        ("by a module", "info", "model"),
+        ("in between", "warning", "model"),
+        ("httpx", "warning", "httpx"),
+        ("ours.model", "info", "ours.model"),
+        ("failed", "error", None),
+    ]
+    assert all((line["role"], line["ordinal"]) == ("observer", 1) for line in lines)
+    assert "ValueError: bad" in lines[-1]["exception"]
+
+
+def test_what_the_user_has_set_up_for_logging_stays() -> None:
+    done = subprocess.run([sys.executable, "-c", LOGS, "mine"], capture_output=True, text=True, timeout=FAILSAFE)
+    assert done.stdout == ""
+    assert done.stderr.startswith("mine: by root\nmine: by a module\n")

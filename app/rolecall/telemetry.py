@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import sysconfig
 import time
 import warnings
 from collections import deque
@@ -28,6 +29,8 @@ from rolecall import config
 from rolecall.config import __version__
 
 PREFIX = "rolecall_"
+LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 DURATION = (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 60.0)
 JOIN_DURATION = (0.2, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)  # a model may load for minutes
@@ -362,6 +365,36 @@ def _remember(logger: Any, method: str, event: structlog.typing.EventDict) -> st
     if event["level"] in ("warning", "error", "critical"):
         recent.append(dict(event))
     return event
+
+
+class _ToLog(logging.Handler):
+    """Passes records of `logging` on to this process's log; below a warning only those of code that is no library's, or
+    of the library `own`."""
+
+    def __init__(self, own: str) -> None:
+        super().__init__()
+        self._own = own
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        try:
+            name = record.name
+            users = not record.pathname.startswith(LIBRARIES) or name.partition(".")[0] in ("root", self._own)
+            if record.levelno < logging.WARNING and not users:
+                return
+            level = max(each for each in (0, *LEVELS) if each <= record.levelno)
+            bound = {} if name == "root" else {"logger": name}
+            log().log(level or logging.DEBUG, record.getMessage(), exc_info=record.exc_info, **bound)
+        except Exception:  # a wrong argument of the message, as `logging` reports it
+            self.handleError(record)
+
+
+def take_logging(level: str, own: str = "") -> None:
+    """From now on, this process's log has what `logging` is given: from `level` on what the user's code logs, that of
+    the library `own` included, and warnings of other libraries. A handler that the user has set stays alone."""
+    if not logging.root.handlers:
+        logging.root.addHandler(_ToLog(own))
+        logging.root.setLevel(level.upper())
 
 
 def log(**bound: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import IO
 
 import pytest
 
+from rolecall import telemetry
 from rolecall.launch import here, output
 from rolecall.launch.output import CUT_NOTE, MAX_LINE_BYTES, TRACEBACK, Output, Splitter, Tracebacks, printable
 from rolecall.launch.rank_process import RankProcess
@@ -66,11 +68,29 @@ def test_a_traceback_is_shown_once_in_a_run() -> None:
     def show(tracebacks: Tracebacks, *lines: str) -> list[str]:
         return [shown for line in lines for shown in tracebacks.show(line)] + tracebacks.end()
 
-    assert show(one, "before", TRACEBACK, *error, "after") == ["before", f"lead 0: {TRACEBACK}", *error, "after"]
-    assert show(other, "before", TRACEBACK, *error, "after") == ["before", "after"]
+    assert show(one, "before", TRACEBACK, *error, "after") == [
+        "lead 0: before",
+        f"lead 0: {TRACEBACK}",
+        *error,
+        "lead 0: after",
+    ]
+    assert show(other, "before", TRACEBACK, *error, "after") == ["sampler 1: before", "sampler 1: after"]
     assert show(one, TRACEBACK, *error, "", TRACEBACK, *error) == [""]
     assert show(other, TRACEBACK, *error[:2], "ValueError: worse")[-1] == "ValueError: worse"
     assert show(one, TRACEBACK, *error[:2])[1:] == error[:2]  # killed as it wrote
+
+
+def test_what_a_rank_prints_has_its_name_and_its_log_has_it_already() -> None:
+    stream = io.StringIO()
+    for style in ("text", "json"):
+        telemetry.setup_logging(style, "info", stream, role="sampler", ordinal=1)
+        telemetry.log().info("joined", generation=3)
+    lines = [*stream.getvalue().splitlines(), "rolecall: MODEL=x: cannot be imported", ""]
+    assert len(lines) == 4
+    rank = Tracebacks("sampler 1", set())
+    assert [shown for line in lines for shown in rank.show(line)] == lines
+    for line in ("3.14", '{"pi": 3.14}', "  indented", "2026-11-28: a date"):
+        assert rank.show(line) == [f"sampler 1: {line}"]
 
 
 # ---- a rank's process
@@ -97,7 +117,7 @@ def test_a_full_disk_does_not_stop_a_rank(monkeypatch: pytest.MonkeyPatch) -> No
     assert code == 0
     (complaint,) = [line for line in lines if "No space left" in line]
     assert complaint.startswith("rank 0: its log /dev/full cannot be written any more")
-    assert lines[-1] == "trains on"
+    assert lines[-1] == "rank 0: trains on"
 
 
 def test_the_end_of_a_rank_is_seen_while_others_hold_its_output(
@@ -106,7 +126,7 @@ def test_the_end_of_a_rank_is_seen_while_others_hold_its_output(
     monkeypatch.setattr(here, "LAST_OUTPUT_SECONDS", 0.1)
     program = "import time\npid = os.fork()\nif pid == 0: time.sleep(60)\nprint(pid, flush=True)\nos._exit(0)"
     code, lines = run(monkeypatch, tmp_path / "log", program)
-    os.kill(int(lines[0]), signal.SIGKILL)
+    os.kill(int(lines[0].removeprefix("rank 0: ")), signal.SIGKILL)
     assert code == 0
 
 
@@ -121,7 +141,8 @@ def test_a_crash_is_reported_before_the_next_start(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(here, "command", lambda: [sys.executable, "-S", "-c", program])
     rank = RankProcess("worker", 0, dict(os.environ), tmp_path / "log", happened.append, crashed=crashed)
     assert asyncio.run(asyncio.wait_for(rank.supervise(), DEADLINE)) == 0
-    assert happened == ["started", "worker 0 crashed (exit code 1), restarting it", "worker 0 reported", "started"]
+    started = "worker 0: started"
+    assert happened == [started, "worker 0 crashed (exit code 1), restarting it", "worker 0 reported", started]
 
 
 # ---- a terminal that does not read

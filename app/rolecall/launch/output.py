@@ -16,6 +16,8 @@ MAX_LINE_BYTES = 4096  # bytes of a line that are shown
 MAX_TRACEBACK_LINES = 1000  # lines
 TRACEBACK = "Traceback (most recent call last):"
 MAX_WAITING_CHARACTERS = 2**20  # characters that wait to be printed
+# a line of the log, as text or as JSON, or an error of Rolecall's; or nothing
+NAMED = re.compile(r'\d{4}-\d\d-\d\dT[\d:.]+Z \[|\{(?=.*"timestamp": ")|rolecall: |$')
 CUT_NOTE = " [cut: the log has the whole line]"
 UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")  # they would break the live display
 
@@ -53,8 +55,9 @@ class Splitter:
 
 
 class Tracebacks:
-    """Shows each traceback of a run once, with the `rank` that wrote it; its log has the others. `seen` are those that
-    were shown, by the place and the error, of all ranks."""
+    """Shows what a rank has written with the name of the `rank`, but for lines of the log, which have it. Each
+    traceback of a run is shown once; its log has the others. `seen` are those that were shown, by the place and the
+    error, of all ranks."""
 
     def __init__(self, rank: str, seen: set[tuple[str, str]]) -> None:
         self._rank, self._seen = rank, seen
@@ -66,7 +69,7 @@ class Tracebacks:
             before, self._lines = self._lines, [line if line != TRACEBACK else f"{self._rank}: {line}"]
             return before
         if not self._lines:
-            return [line]
+            return [line if NAMED.match(line) else f"{self._rank}: {line}"]
         self._lines.append(line)
         if line.startswith(" ") and len(self._lines) < MAX_TRACEBACK_LINES:
             return []

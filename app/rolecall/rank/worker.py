@@ -25,7 +25,7 @@ from rolecall.context.context import Context, seed_generators
 from rolecall.context.eager import lighten
 from rolecall.context.memory import keep_freed_memory
 from rolecall.context.watchdog import Watchdog
-from rolecall.declare import registry
+from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Peer, Task
 from rolecall.errors import Drained, PeerLostError, UsageError
@@ -58,6 +58,9 @@ def main(task: Task, connection: Connection) -> None:
     if task.stacks:
         stack_dump.register(task.stacks)
     _log_as(task, attachment.generation if attachment else None)
+    if task.job != registry.SCRIPT:  # an unmodified program has its own
+        place = loader.split(task.job)[0]
+        telemetry.take_logging(settings.log_level, "" if loader.is_file(place) else place.partition(".")[0])
     watchdog = Watchdog(
         settings.phase_timeout, settings.stuck_seconds, limit_loading=task.is_rank0 or attachment is None
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,37 @@ def test_a_wait_that_is_given_up_counts(tmp_path: Path, method: str) -> None:
         with pytest.raises(queue.Empty):
             items.get(timeout=0.01)
     assert 0.01 <= of(context, "queue_wait_seconds", method) < 5
+
+
+class Item:
+    """What a queue may keep."""
+
+
+@pytest.mark.parametrize("how", ["here", "of a peer", "cancelled"])
+def test_what_is_given_up_is_kept_no_more(tmp_path: Path, how: str) -> None:
+    queues = make(tmp_path).group.queues
+    queues.open("full", 1).put(0)
+    kept = list[weakref.ref[Any]]()
+    for _ in range(3):
+        item = Item()
+        kept.append(weakref.ref(item))
+        match how:
+            case "here":
+                with pytest.raises(queue.Full):
+                    Queue("full", 1, queues.open("full", 1), lambda *_: pytest.fail("a call")).put(item, timeout=0)
+            case "of a peer":
+                assert not asyncio.run(queues.put("full", 1, item, 0.001))
+            case _:
+                putter = queues.open("full", 1).put(item)
+                putter.cancel()
+                kept.append(weakref.ref(putter))
+                getter = queues.open("empty", 1).get()
+                getter.cancel()
+                kept.append(weakref.ref(getter))
+                del putter, getter
+        del item
+    assert [each for each in kept if each() is not None] == []
+    assert queues.open("full", 1).snapshot() == [0]
 
 
 def test_a_new_owner_begins_with_the_depth_that_it_restores(tmp_path: Path) -> None:

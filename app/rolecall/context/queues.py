@@ -7,7 +7,7 @@ import concurrent.futures
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
@@ -50,28 +50,44 @@ class Items:
         self.maxsize, self._metrics = maxsize, metrics
         metrics.depth.set(0)  # the owner's worker before this one may have left another value
         self._items = deque[Any]()
-        self._getters, self._putters = deque[Pending](), deque[tuple[Any, Pending]]()
+        # those that wait, the oldest first: what is given up is forgotten at once
+        self._getters, self._putters = OrderedDict[Pending, None](), OrderedDict[Pending, Any]()
         self._lock = threading.Lock()
 
     def put(self, item: Any) -> Pending:
         """A future that ends once `item` is in the queue, and that can be cancelled before."""
         answer: Pending = concurrent.futures.Future()
         with self._lock:
-            self._putters.append((item, answer))
+            self._putters[answer] = item
             ended = self._move()
         _end(ended)
-        _count_wait(answer, self._metrics.put_seconds)
+        self._watch(answer, self._putters, self._metrics.put_seconds)
         return answer
 
     def get(self) -> Pending:
         """A future of the next item, which can be cancelled."""
         answer: Pending = concurrent.futures.Future()
         with self._lock:
-            self._getters.append(answer)
+            self._getters[answer] = None
             ended = self._move()
         _end(ended)
-        _count_wait(answer, self._metrics.get_seconds)
+        self._watch(answer, self._getters, self._metrics.get_seconds)
         return answer
+
+    def _watch(self, answer: Pending, waiting: OrderedDict[Pending, Any], seconds: Any) -> None:
+        """Until `answer` ends, if it has to wait: its time is added to the counter `seconds`, and it is no longer
+        `waiting` if it is cancelled."""
+        if answer.done():
+            return
+        began = time.monotonic()
+
+        def ended(answer: Pending) -> None:
+            seconds.inc(time.monotonic() - began)
+            if answer.cancelled():
+                with self._lock:
+                    waiting.pop(answer, None)
+
+        answer.add_done_callback(ended)
 
     def put_back(self, item: Any) -> None:
         """Takes back an item whose getter has gone."""
@@ -85,13 +101,13 @@ class Items:
         ended: list[tuple[Pending, Any]] = []
         while True:
             if self._putters and len(self._items) < self.maxsize:
-                item, putter = self._putters.popleft()
+                putter, item = self._putters.popitem(last=False)
                 if putter.set_running_or_notify_cancel():
                     self._items.append(item)
                     self._metrics.items.inc()
                     ended.append((putter, None))
             elif self._getters and self._items:
-                getter = self._getters.popleft()
+                getter, _ = self._getters.popitem(last=False)
                 if getter.set_running_or_notify_cancel():
                     ended.append((getter, self._items.popleft()))
             else:
@@ -101,7 +117,7 @@ class Items:
     def snapshot(self) -> list[Any]:
         """The items, the next one first, and those that wait for room."""
         with self._lock:
-            return [*self._items, *(item for item, putter in self._putters if not putter.cancelled())]
+            return [*self._items, *(item for putter, item in self._putters.items() if not putter.cancelled())]
 
     def __len__(self) -> int:
         return len(self._items)
@@ -110,13 +126,6 @@ class Items:
 def _end(ended: list[tuple[Pending, Any]]) -> None:
     for future, result in ended:  # without the lock: callbacks may use the queue
         future.set_result(result)
-
-
-def _count_wait(answer: Pending, seconds: Any) -> None:
-    """Adds the time until `answer` ends to the counter `seconds`, if it has to wait."""
-    if not answer.done():
-        began = time.monotonic()
-        answer.add_done_callback(lambda _: seconds.inc(time.monotonic() - began))
 
 
 class Queues:

@@ -26,7 +26,7 @@ from rolecall.checkpoint.shard_messages import Order
 from rolecall.checkpoint.shards import Shares
 from rolecall.declare.remote import find, remote
 from rolecall.declare.task import Attachment
-from rolecall.errors import Drained, PeerLostError
+from rolecall.errors import Drained, PeerLostError, RemoteError
 from rolecall.record import rundir
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
@@ -41,6 +41,7 @@ class Calls:
     def __init__(self) -> None:
         self.of: dict[str, Shares] = {}
         self.lost = ""
+        self.raises = ""  # a method
 
     def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
         if to == self.lost:
@@ -49,7 +50,10 @@ class Calls:
         assert method is not None
         assert request.internal
         answer: Future[Any] = Future()
-        answer.set_result(method(*request.args))
+        if request.method == self.raises:
+            answer.set_exception(RemoteError(f"{to} raised OverflowError: too many rows"))
+        else:
+            answer.set_result(method(*request.args))
         return answer
 
 
@@ -396,6 +400,21 @@ def test_a_member_that_is_lost_fails_the_checkpoint_only(tmp_path: Path) -> None
     with pytest.raises(checkpoint.CheckpointError, match="ps_1 was lost"):
         gang.model.collect(8)
     assert [path.stem for path in checkpoint.newest_first(tmp_path)] == ["checkpoint-000001-0000000007"]
+
+
+@pytest.mark.parametrize("method", ["changed", "begin", "next_item"])
+def test_a_share_that_raises_fails_the_checkpoint_only(tmp_path: Path, logged: list[EventDict], method: str) -> None:
+    gang = Gang(tmp_path, 2)
+    gang.restore()
+    gang.save(7)
+    gang.calls.raises = method
+    step = 7 if method == "changed" else 8
+    gang.save(step)
+    assert failures(gang) == 1
+    assert all("too many rows" in line["problem"] for line in logged if line["log_level"] == "error")
+    gang.calls.raises = ""
+    gang.save(9)
+    assert [path.stem[-1] for path in checkpoint.newest_first(tmp_path)] == ["9", "7"]
 
 
 def test_a_member_whose_disk_hangs_fails_the_checkpoint_after_a_while(

@@ -22,7 +22,7 @@ from rolecall.checkpoint.shardfile import ShardError, ShardFile
 from rolecall.checkpoint.shardfiles import Shapes
 from rolecall.checkpoint.shards import Shares
 from rolecall.declare.task import Peer
-from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
+from rolecall.errors import CallError, CallTimeoutError, PeerLostError, RemoteError, UsageError
 from rolecall.record import rundir
 
 AHEAD = 2  # calls under way
@@ -62,10 +62,16 @@ class Sharded:
 
     def begin(self, step: int) -> None:
         """Makes every member capture its share, now or, if it is behind, after its `step`. Training goes on. Raises
-        CheckpointError.
+        CheckpointError; PeerLostError if a member is gone, without which there is no next step either.
         """
         if step == self._step:
             return  # ordered before the step was made
+        try:
+            self._begin(step)
+        except (RemoteError, CallTimeoutError) as error:
+            raise CheckpointError(f"{self.checkpoints.stem(step)}: {error}") from error
+
+    def _begin(self, step: int) -> None:
         written = self._collected is not None and step == self._collected[0]
         if written and not any(changed for _, changed in self._each(Shares.changed, self.name)):
             return  # such as at the end of a run, right after a checkpoint
@@ -101,7 +107,7 @@ class Sharded:
         try:
             with ThreadPoolExecutor(len(self._members)) as pool:
                 collected = list(pool.map(partial(self._collect, stem), self._members))
-        except (PeerLostError, CallTimeoutError) as error:
+        except CallError as error:
             raise CheckpointError(f"{stem}: {error}") from error
         written = Collected(
             [file for files, _ in collected for file in files], max(stalled for _, stalled in collected)

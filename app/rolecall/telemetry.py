@@ -369,17 +369,17 @@ def _remember(logger: Any, method: str, event: structlog.typing.EventDict) -> st
 
 class _ToLog(logging.Handler):
     """Passes records of `logging` on to this process's log; below a warning only those of code that is no library's, or
-    of the library `own`."""
+    of the package `package`."""
 
-    def __init__(self, own: str) -> None:
+    def __init__(self, package: str) -> None:
         super().__init__()
-        self._own = own
+        self._package = package
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
         try:
             name = record.name
-            users = not record.pathname.startswith(LIBRARIES) or name.partition(".")[0] in ("root", self._own)
+            users = not record.pathname.startswith(LIBRARIES) or name.partition(".")[0] in ("root", self._package)
             if record.levelno < logging.WARNING and not users:
                 return
             level = max(each for each in (0, *LEVELS) if each <= record.levelno)
@@ -389,11 +389,11 @@ class _ToLog(logging.Handler):
             self.handleError(record)
 
 
-def take_logging(level: str, own: str = "") -> None:
+def take_logging(level: str, package: str = "") -> None:
     """From now on, this process's log has what `logging` is given: from `level` on what the user's code logs, that of
-    the library `own` included, and warnings of other libraries. A handler that the user has set stays alone."""
+    the package `package` included, and warnings of other libraries. A handler that the user has set stays alone."""
     if not logging.root.handlers:
-        logging.root.addHandler(_ToLog(own))
+        logging.root.addHandler(_ToLog(package))
         logging.root.setLevel(level.upper())
 
 

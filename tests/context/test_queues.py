@@ -64,7 +64,9 @@ def test_what_is_given_up_is_kept_no_more(tmp_path: Path, how: str) -> None:
         match how:
             case "here":
                 with pytest.raises(queue.Full):
-                    Queue("full", 1, queues.open("full", 1), lambda *_: pytest.fail("a call")).put(item, timeout=0)
+                    Queue("full", 1, queues.open("full", 1), lambda *_: pytest.fail("a call"), 10.0).put(
+                        item, timeout=0
+                    )
             case "of a peer":
                 assert not asyncio.run(queues.put("full", 1, item, 0.001))
             case _:

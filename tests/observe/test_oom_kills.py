@@ -18,18 +18,18 @@ def before(own: int | None) -> OomKills:
 
 def test_the_counter_of_ones_own_cgroup(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
-    assert Cgroup(tmp_path, membership).oom_kills().own is None
+    assert Cgroup(tmp_path, membership).oom_kills().group is None
     write(membership, "0::/pods/rank\n")
     write(tmp_path / "memory.events", "low 0\noom 9\noom_kill 9\n")
-    assert Cgroup(tmp_path, membership).oom_kills().own == 9  # a container sees its own at the root
+    assert Cgroup(tmp_path, membership).oom_kills().group == 9  # a container sees its own at the root
     write(tmp_path / "pods/rank/memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 1\n")
-    assert Cgroup(tmp_path, membership).oom_kills().own == 2
+    assert Cgroup(tmp_path, membership).oom_kills().group == 2
     write(membership, "5:memory:/docker/abc\n0::/\n")
     (tmp_path / "memory.events").unlink()
     write(tmp_path / "memory/docker/abc/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n")
-    assert Cgroup(tmp_path, membership).oom_kills().own == 4
+    assert Cgroup(tmp_path, membership).oom_kills().group == 4
     write(tmp_path / "memory/docker/abc/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n")  # an old kernel
-    assert Cgroup(tmp_path, membership).oom_kills().own is None
+    assert Cgroup(tmp_path, membership).oom_kills().group is None
 
 
 def test_that_memory_ran_out_is_said_with_its_limit_and_peak(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def taken() -> Sources:
 
 @functools.cache
 def _read(name: str) -> Sources:
-    """Reads what was passed on; from now on its modules are found in it, at their places on `sys.path`."""
+    """Reads what was passed on; from now on its modules are files in it, at their places on `sys.path`."""
     with UsageError.wrap(f"{name}: the job's source cannot be read; start its rank anew", OSError):
         sources = {path: base64.b64decode(content) for path, content in json.loads(Path(name).read_text()).items()}
     sys.path_hooks.insert(0, functools.partial(_finder, sources))
@@ -122,11 +122,11 @@ def changed(named: str = "") -> list[str]:
 def _used(named: str) -> set[str]:
     """What was taken of the files that the first one, the job's, uses."""
     used, words = set[str](), {*WORD.findall(named.encode())}
-    found = [*taken()][:1]
-    while found:
-        used |= {*found}
-        words |= {word for path in found for word in WORD.findall(taken()[path])}
-        found = [path for path in taken() if path not in used and _module(Path(path)).encode() in words]
+    files = [*taken()][:1]
+    while files:
+        used |= {*files}
+        words |= {word for path in files for word in WORD.findall(taken()[path])}
+        files = [path for path in taken() if path not in used and _module(Path(path)).encode() in words]
     return used
 
 

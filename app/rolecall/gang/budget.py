@@ -87,8 +87,8 @@ class RestartBudget:
         step."""
         this_end, self._reached = (end, self._reached), 0
         before_any = self._rules.steps and end.endswith(KILLED)
-        own = not _is_out_of_memory(end.partition("; ")[2]) if this_end[1] else before_any
-        counts = cause == "killed" and own
+        is_its_own = not _is_out_of_memory(end.partition("; ")[2]) if this_end[1] else before_any
+        counts = cause == "killed" and is_its_own
         self._same_step_kills = (self._same_step_kills + 1 if this_end == self._last_end else 1) if counts else 0
         self._last_end = this_end
 

@@ -150,7 +150,8 @@ class WorkerStatus:
     | killed, stopped, silent | from outside; by a directive or by fencing; no heartbeat for a lease |
     | refused, lost | bad input; a peer is gone |
 
-    `lost_peers` are those that rank 0's worker gave up; in a heartbeat, those that the coordinator has not taken. `phase` is loading, saving ..., or empty.
+    `lost_peers` are those that rank 0's worker gave up; in a heartbeat, those that the
+    coordinator has not taken. `phase` is loading, saving ..., or empty.
     """
 
     generation: int = 0

@@ -17,7 +17,7 @@ class OomKills(NamedTuple):
     """How many processes of this process's cgroup, and of the machine, the kernel has killed because memory ran out;
     None if it cannot be read."""
 
-    own: int | None
+    group: int | None
     machine: int | None
 
 
@@ -56,14 +56,14 @@ class Cgroup:
     def oom_kills(self) -> OomKills:
         """The kernel's counts of now."""
         files = [folder / name for folder in self.folders("memory") for name in ("memory.events", "memory.oom_control")]
-        own = next((count for count in map(_oom_kill, files) if count is not None), None)
-        return OomKills(own, _oom_kill(self.vmstat))
+        group = next((count for count in map(_oom_kill, files) if count is not None), None)
+        return OomKills(group, _oom_kill(self.vmstat))
 
     def ran_out(self, before: OomKills) -> str:
         """OUT_OF_MEMORY, with the cgroup's limit and peak as far as they can be read, if its count is greater than
         `before`; with a question mark if no count shows that memory did not run out; else empty."""
         now = self.oom_kills()
-        if before.own is None or now.own is None or now.own <= before.own:
+        if before.group is None or now.group is None or now.group <= before.group:
             unmoved = any(count is not None and count == then for count, then in zip(now, before, strict=True))
             return "" if unmoved else f"{OUT_OF_MEMORY}?"
         limit = self.least("memory", "memory.max", "memory.limit_in_bytes")

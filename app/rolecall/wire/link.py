@@ -119,7 +119,7 @@ class Link:
         if done:
             sent()
             return
-        posted = _Posted(kind, call, content.owned(), sent)
+        posted = _Posted(kind, call, content=content.owned(), sent=sent)
         with self._lock:
             if outbox := self._outbox:
                 outbox.put(posted)

@@ -59,7 +59,7 @@ def memory(subject: Subject) -> Finding:
     limit = group.least("memory", "memory.max", "memory.limit_in_bytes")
     text = f"{decimal(machine.available)} of the machine's {decimal(machine.total)} are free"
     text += f"; the limit is {decimal(limit)}" if limit is not None and limit < machine.total else ""
-    if killed := group.oom_kills().own:
+    if killed := group.oom_kills().group:
         return warning(f"{text}; the kernel has killed {killed} processes here because memory ran out")
     if (limit or machine.total) < MIN_MEMORY_BYTES or (machine.available < MIN_MEMORY_BYTES and not subject.runs):
         return warning(f"{text}; a rank that has imported torch takes about {decimal(MIN_MEMORY_BYTES)}")

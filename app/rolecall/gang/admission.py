@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from rolecall.errors import FAILED
 from rolecall.gang.compact import text_of
-from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, Key, RoleSpec, Rules, name_of
+from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, Event, Key, RoleSpec, Rules, Verdict, name_of
 from rolecall.gang.roster import MemberRecord, Members
 
 
@@ -15,11 +16,13 @@ class Admission:
 
     The first start waits for every role's count, or for as many of an elastic role as there were before. An elastic
     role's minimum is enough after `join_grace`, and for every later start. `previous` are the members of generation
-    `last`, which an earlier coordinator started.
+    `last`, which an earlier coordinator started. `events` take a rank that is given up.
     """
 
-    def __init__(self, roles: Mapping[str, RoleSpec], rules: Rules, last: int, previous: tuple[Key, ...]) -> None:
-        self._roles, self._rules, self._last, self._previous = roles, rules, last, previous
+    def __init__(
+        self, roles: Mapping[str, RoleSpec], rules: Rules, last: int, previous: tuple[Key, ...], events: list[Event]
+    ) -> None:
+        self._roles, self._rules, self._last, self._previous, self._events = roles, rules, last, previous, events
         before = {name: sum(key[0] == name for key in previous) for name in roles}
         self._wanted = {name: (role.elastic and before[name]) or role.count for name, role in roles.items()}
         self._fenced_at = float("-inf")
@@ -37,9 +40,9 @@ class Admission:
         """`members` have joined the generation."""
         self._since.update({key: self._since.get(key, now) for key in members})
 
-    def died(self, key: Key, end: str, now: float) -> str:
+    def died(self, key: Key, end: str, now: float) -> Verdict | None:
         """An elastic rank's worker died, as `end` says. A rank that dies soon after it joined, again and again, is
-        readmitted with exponential backoff, as often as its role allows. Returns its story once it is given up."""
+        readmitted with exponential backoff, as often as its role allows. Returns the job's verdict, if that fails."""
         role = self._roles[key[0]]
         early = now - self._since.pop(key, now) < self._rules.stable_after
         deaths = self._deaths[key] = self._deaths.get(key, 0) + 1 if early else 0
@@ -47,10 +50,14 @@ class Admission:
         doublings = min(deaths - 2, 10)
         self._until[key] = now + min(pause * 2**doublings, MAX_BACKOFF_SECONDS) if deaths > 1 else now
         if role.restarts is None or deaths <= role.restarts:
-            return ""
+            return None
         self._until[key] = float("inf")
         times = f" {deaths} times in a row," if deaths > 1 else ""
-        return f"{name_of(key)} died{times} before it had been in for {self._rules.stable_after:g} s: {end}"
+        story = f"{name_of(key)} died{times} before it had been in for {self._rules.stable_after:g} s: {end}"
+        if role.required:
+            return Verdict(story, FAILED)
+        self._events.append(Event("given up", reason=story))
+        return None
 
     def replaced(self, key: Key, old: MemberRecord) -> None:
         """`old`, at the place `key`, had a worker, and may live on elsewhere: it ends that worker within a lease."""

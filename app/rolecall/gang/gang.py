@@ -98,7 +98,7 @@ class Gang:
         self.summary = done or {}
         self.events: list[Event] = []
         self._roster = Roster(self.roles, self.rank0, incarnation, job, settings or SharedSettings())
-        self._admission = Admission(self.roles, rules, last, previous)
+        self._admission = Admission(self.roles, rules, last, previous, self.events)
         self._budget = RestartBudget(rules, budget or Budget(), now)
         self._epochs = Epochs()
         everyone = {(role.name, ordinal) for role in roles for ordinal in range(role.count)}
@@ -445,11 +445,9 @@ class Gang:
         if not joins and not self._live(key):
             return
         orderly = ("left",) if joins else ("left", "lost", "replaced")
-        if self._elastic(key) and cause not in orderly and (story := self._admission.died(key, end or reason, now)):
-            if self.roles[key[0]].required:
-                self._fail(Verdict(story, FAILED), now)
-                return
-            self.events.append(Event("given up", reason=story))
+        if self._elastic(key) and cause not in orderly and (verdict := self._admission.died(key, end or reason, now)):
+            self._fail(verdict, now)
+            return
         if not joins and (not self._elastic(key) or not self.generation.connected):
             self._stop(cause, reason, now, end)
             return

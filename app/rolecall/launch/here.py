@@ -205,6 +205,8 @@ class LocalProcess:
     def kill(self) -> None:
         """See `Process`."""
         if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(self.pid, signal.SIGSTOP)  # so that it neither replaces what is killed nor logs its end
             descendants.kill(self.pid)  # those that have left its process group too
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(self.pid, signal.SIGKILL)  # a new fork leads no process group yet

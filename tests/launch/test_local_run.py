@@ -73,7 +73,7 @@ def test_a_frozen_supervisor_delays_no_end(run: LocalRun) -> None:
 
 def test_ranks_are_added_and_dropped(run: LocalRun) -> None:
     async def play() -> int:
-        with pytest.raises(UsageError, match="^agent 0: .*it is starting"):
+        with pytest.raises(UsageError, match=r"^agent 0: .*it is starting"):
             await run.kill("agent", 0, "")
         over = asyncio.create_task(run.run())
         await up(run, 3)

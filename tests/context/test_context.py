@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import pytest
 import torch
 from structlog.typing import EventDict
 
 from rolecall.checkpoint.checkpoint import CheckpointError, Checkpoints, read
 from rolecall.config import Settings
+from rolecall.context import training
 from rolecall.context.context import Context, choose_device
 from rolecall.context.progress import ProgressEvent
-from rolecall.errors import PeerLostError, UsageError
+from rolecall.errors import Drained, PeerLostError, UsageError
 from rolecall.fields import FromUser
+from rolecall.record import rundir
 from tests.context.contexts import AGENT, ONE, TWO, Clock, Supervisor, make, value
 
 # ---- progress
@@ -190,6 +194,63 @@ def test_a_job_finishes_with_a_checkpoint_and_a_summary(
     assert context.step == 9
     assert (logged[-1]["event"], logged[-1]["steps"], logged[-1]["seconds"]) == ("Finished: well", 9, 3)
     assert [read(path, "rl").state["x"] for path in tmp_path.glob("checkpoint-*")] == [1]
+
+
+def test_a_job_without_steps_is_in_the_history_and_has_its_result(context: Context, supervisor: Supervisor) -> None:
+    context.log(score=1.0)
+    result = context.training.end({"seconds": np.float32(0.5), "saved": "here", "all": [torch.tensor(2)]})
+    assert json.dumps(result) == '{"seconds": 0.5, "saved": "here", "all": [2]}'
+    assert [(kind, step) for kind, step, _ in supervisor.records] == [("start", 0), ("score", 0)]
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(2), b"text", {1: {2, 3}}, "x" * 40_000], ids=["tensor", "b", "set", "long"]
+)
+def test_a_result_that_no_summary_holds_is_refused_with_the_checkpoint_kept(
+    context: Context, tmp_path: Path, value: Any
+) -> None:
+    context.restore({"x": 1})
+    with pytest.raises(UsageError, match=r"the result.*; return a few numbers and strings by name$"):
+        context.training.end({"score": 1.0, "model": value})
+    assert [read(path, "rl").state["x"] for path in tmp_path.glob("checkpoint-*")] == [1]
+
+
+def test_a_checkpoint_that_is_lost_at_the_end_is_told_apart_from_the_jobs_own_result(
+    full: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "LAST_CHECKPOINT_PAUSE_SECONDS", 0.0)
+    full.restore({"x": 1})
+    result = full.training.end({"saved": 3})
+    assert (result["saved"], result[rundir.CHECKPOINT_LOST]) == (3, True)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_function_that_returns_because_of_a_drain_has_not_finished(
+    context: Context, tmp_path: Path, restores: bool
+) -> None:
+    state = context.restore({"x": 1}) if restores else {}
+    assert not context.draining
+    context.drain()
+    assert context.draining
+    state["x"] = 2
+    with pytest.raises(Drained):
+        context.training.end(None)
+    assert [read(path, "rl").state["x"] for path in tmp_path.glob("checkpoint-*")] == [2] * restores
+    assert context.training.finished is None
+
+
+def test_a_function_that_was_ready_before_a_drain_has_finished(context: Context) -> None:
+    context.restore({})
+    for _ in context.steps(1):
+        context.drain()
+        assert context.draining
+    assert "seconds" in context.training.end(None)
+
+
+def test_a_function_that_finishes_in_a_drain_has_finished(context: Context) -> None:
+    context.drain()
+    context.await_drain()
+    assert context.training.end(context.finish(score=1.0))["score"] == 1.0
 
 
 def test_training_seconds_survive_a_restart(context: Context, clock: Clock, tmp_path: Path) -> None:

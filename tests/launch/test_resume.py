@@ -386,7 +386,7 @@ async def end(lead: Coordinator, disk: FullDisk | None = None, failures: int = 0
     """The job finishes; returns rank 0's exit code."""
     await train(lead)
     lead.files.record([Record("start", 0, 0.0, 1), Record("train", 0, 1.0, 0)])
-    lead.gang.state, lead.gang.summary = "finished", {"saved": saved}
+    lead.gang.state, lead.gang.summary = "finished", {} if saved else {rundir.CHECKPOINT_LOST: True}
     if disk:
         disk.times = failures
     await lead.files.persist(Effect("done", summary=lead.gang.summary))
@@ -419,7 +419,7 @@ async def test_a_result_that_cannot_be_saved_is_no_success_and_what_is_lost_is_s
         assert (name in "".join(said)) == (name in lost), said
     if not lost:
         assert (tmp_path / rundir.SUMMARY).exists()
-        assert rundir.read_done(tmp_path) == {"saved": True}
+        assert rundir.read_done(tmp_path) == {}
 
 
 @in_a_loop

@@ -302,20 +302,22 @@ class Context(Generic[S]):
     def due(self) -> bool:
         """Whether a checkpoint is due: a drain was ordered, or CHECKPOINT_INTERVAL has passed and the checkpoint before
         is written."""
-        return self.training.due
+        return self.draining or self.training.due
 
     @property
     def draining(self) -> bool:
-        """Whether the job is to stop after the current step and write a checkpoint."""
-        return self.training.draining
+        """Whether the job is to stop after the current step and write a checkpoint. If rank 0's function returns once
+        this was true, the job has drained, and goes on at the next start: only `finish` says otherwise."""
+        return self.training.see_drain()
 
     def drain(self) -> None:
         """Orders a drain."""
         self.group.drain_ordered.set()
 
     def await_drain(self) -> None:
-        """Returns as soon as a drain is ordered."""
+        """Returns as soon as a drain is ordered, which is seen then as by `draining`."""
         self.group.drain_ordered.wait()  # bounded by the supervisor
+        self.training.see_drain()
 
     def require_checkpoints(self) -> Checkpoints:
         """The run's checkpoints. Raises UsageError at another rank than rank 0."""
@@ -368,8 +370,8 @@ class Context(Generic[S]):
     def start(
         self, step: int, *, done: float = 0, total: float | None = None, goal: float | None = None, **facts: Any
     ) -> None:
-        """Training begins after `step`, with `done` units of work behind it and `total` at its end, towards a score of
-        `goal`. `facts` are for the log. `steps` calls it.
+        """Training begins after `step`, 0 at the beginning and in a job without steps, with `done` units of work behind
+        it and `total` at its end, towards a score of `goal`. `facts` are for the log. `steps` calls it.
         """
         self.training.start(TrainingStarted(step, done=done, total=total, goal=goal, facts=facts))
 
@@ -439,7 +441,9 @@ class Context(Generic[S]):
         self, message: str = "Finished", *, step: int | None = None, state: State | None = None, **summary: Any
     ) -> dict[str, Any]:
         """Writes the last checkpoint and logs `message`. Returns the summary, with `seconds` of training and whether
-        the checkpoint was `saved`. It is called for a function of rank 0 that returns a summary without it.
+        the checkpoint was `saved`, unless `summary` has its own. Raises UsageError for what no summary can hold: beside
+        JSON's types it holds scalars of numpy and torch. It is called for a function of rank 0 that returns a summary
+        without it.
         """
         return self.training.finish(message, step, state, summary)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,10 +17,13 @@ from rolecall.context.progress import Change, Progress, StepLogged, TrainingStar
 from rolecall.declare.plain import is_stateful, require_plain
 from rolecall.declare.preflight import NOT_RESTORED
 from rolecall.errors import Drained, UsageError
+from rolecall.record import rundir
 from rolecall.record.recorder import recorder
 
 LAST_CHECKPOINT_TRIES = 5
 LAST_CHECKPOINT_PAUSE_SECONDS = 5.0
+MAX_RESULT_BYTES = 32_000  # a summary travels in a heartbeat
+RESULT = "return a few numbers and strings by name"
 
 
 class Training:
@@ -30,6 +34,7 @@ class Training:
         self.logger = telemetry.log()
         self.step = 0  # the newest that was made, or resumed from
         self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
+        self._saw_drain = False  # the role's function was told of the drain
         self.layout = group.job.layout if group.job else 1
         self._group, self._progress = group, progress
         self._watchdog, self._supervision, self._drain_ordered = group.watchdog, group.supervision, group.drain_ordered
@@ -115,6 +120,11 @@ class Training:
         """See `Context.draining`."""
         return self._drain_ordered.is_set()
 
+    def see_drain(self) -> bool:
+        """Whether a drain is ordered. A function that returns once it has seen that ends because of the drain."""
+        self._saw_drain = self.draining
+        return self._saw_drain
+
     @property
     def due(self) -> bool:
         """See `Context.due`."""
@@ -130,6 +140,7 @@ class Training:
         if not problem:
             raise Drained(step)
         self._drain_ordered.clear()
+        self._saw_drain = False
         self._supervision.refuse_drain(problem)
 
     def _write(self, step: int, state: State | None, wait: bool) -> str:
@@ -184,6 +195,8 @@ class Training:
                     self._count_stall("lost" if losses != self._group.losses else "joined", time.monotonic() - began)
                 self._progress.complete(self.step)
         self._watchdog.idle()
+        if total is not None and self.step >= total:  # a drain changes nothing about that
+            self._saw_drain = False
 
     def _count_stall(self, change: Change, seconds: float) -> None:
         """Members joined or were lost in the step just made, which took `seconds`."""
@@ -199,18 +212,24 @@ class Training:
 
     def start(self, event: TrainingStarted) -> None:
         """See `Context.start`."""
-        if self._group.is_rank0 and not self._start_recorded:  # otherwise `snapshot` has done so
-            self._start_recorded = True
-            self._supervision.record("start", event.step, self._group.generation)
+        self._record_start(event.step)
         self._watchdog.ready()
         if self._group.is_rank0:
             self._progress.take(event)
         else:
             self._group.connected.forward(event)
 
+    def _record_start(self, step: int) -> None:
+        """The run's history has this generation, also of a job that neither restores nor starts."""
+        if self._group.is_rank0 and not self._start_recorded:  # otherwise `snapshot` has done so
+            self._start_recorded = True
+            self._supervision.record("start", step, self._group.generation)
+
     def log(self, event: StepLogged) -> None:
         """See `Context.log`."""
         if self._group.is_rank0:
+            if (event.score, event.loss, event.done) != (None, None, None):  # points of curves
+                self._record_start(self.step)
             step = self._step_of_state if event.step is None else event.step
             self._progress.take(replace(event, step=step, ended=not self._stepping))
             return
@@ -227,23 +246,62 @@ class Training:
 
     # ---- the end
 
-    def finish(self, message: str, step: int | None, state: State | None, summary: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, message: str, step: int | None, state: State | None, summary: Mapping[str, Any]) -> dict[str, Any]:
         """See `Context.finish`."""
+        self._record_start(self.step)
         step = self._step_of_state if step is None else step
         self._stepping, self._redo = False, True  # the loop of `steps`, if `finish` is called in it, has made its step
         self._progress.complete(step)
         self._watchdog.idle()
-        saved = {} if state is None and self._state is None else {"saved": self._write_last(step, state)}
+        saved = self._write_last(step, state)
         seconds = self._progress.total_seconds
         self.logger.info(message, steps=step, seconds=round(seconds, 1))
-        self.step, self.finished = step, {**summary, "seconds": seconds, **saved}
+        known = {"seconds": seconds, **({} if saved is None else {"saved": saved})}
+        lost = {rundir.CHECKPOINT_LOST: True} if saved is False else {}
+        self.step, self.finished = step, {**known, **result_of(summary), **lost}
         return self.finished
 
-    def _write_last(self, step: int, state: State | None) -> bool:
-        """Writes the last checkpoint. No later one makes up for it, so it is tried several times."""
+    def end(self, returned: Any) -> dict[str, Any]:
+        """The summary of rank 0's function, which has `returned` that. Raises `Drained`, with the last checkpoint
+        written, if it did so because of a drain, and UsageError for what no summary can hold."""
+        if self._saw_drain and self.finished is None:
+            self._record_start(self.step)
+            self._write_last(self._step_of_state, None)
+            raise Drained(self.step)
+        finished = self.finished or self.finish("Finished", None, None, {})
+        if returned is not None and not isinstance(returned, Mapping):
+            raise UsageError(f"rank 0's function returns a {type(returned).__name__}; return a dict, or nothing")
+        return {**finished, **result_of(returned or {})}
+
+    def _write_last(self, step: int, state: State | None) -> bool | None:
+        """Writes the last checkpoint, if there is a state. No later one makes up for it, so it is tried several times.
+        Returns whether it is on disk."""
+        if state is None and self._state is None:
+            return None
         for attempt in range(LAST_CHECKPOINT_TRIES):
             if attempt:
                 time.sleep(LAST_CHECKPOINT_PAUSE_SECONDS)
             if not self._write(step, state, wait=True):
                 return True
         return False
+
+
+def result_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """`summary` as JSON's types, with arrays' and tensors' scalars as numbers. Raises UsageError for anything else."""
+    result = {name: _plain(value) for name, value in summary.items()}
+    for name, value in result.items():
+        try:
+            json.dumps({name: value})
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"the result's {name!r} is a {type(value).__name__}: {error}; {RESULT}") from error
+    if (size := len(json.dumps(result))) > MAX_RESULT_BYTES:
+        raise UsageError(f"the result has {size} bytes, more than {MAX_RESULT_BYTES}; {RESULT}")
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.item() if getattr(value, "shape", None) == () else value  # numpy's and torch's scalars

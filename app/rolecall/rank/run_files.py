@@ -190,7 +190,7 @@ class RunFiles:
     async def persist(self, effect: Effect) -> bool:
         """Puts `effect` on disk; returns whether it is there. Raises UsageError as `watch_lock` does."""
         if effect.kind == "done":
-            checkpoint = ["the last checkpoint"] if effect.summary.get("saved") is False else []
+            checkpoint = ["the last checkpoint"] if effect.summary.get(rundir.CHECKPOINT_LOST) else []
             self._unsaved = [*checkpoint, rundir.DONE]
         if effect.kind in ("done", "failed"):  # a rank 0 that is killed after DONE reports the run by its history
             await self.journal.save()

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, cast
@@ -40,7 +39,6 @@ from rolecall.torch_rpc.connect import connect
 from rolecall.wire.session import Session
 
 KEPT_BYTES = 2**29  # of freed memory, for new tensors
-MAX_SUMMARY_BYTES = 32_000  # a summary travels in a heartbeat
 WITHOUT_GENERATION = 1  # last of the numbers that seed a worker which joins later, so that no other's are the same
 UNKNOWN_RANK = -1  # before the first generation
 _lock: FileLock | None = None
@@ -163,21 +161,8 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
             watchdog.ready()
             pipe.report_loaded()
         attacher.run_forever(run)
-    summary = run() if run else None
-    if summary is not None and not isinstance(summary, Mapping):
-        raise UsageError(
-            f"role {role.name}: its function returns a {type(summary).__name__}; return a dict, or nothing"
-        )
-    finished = {**(summary or {}), **(context.training.finished or context.finish())}
-    with UsageError.wrap(
-        f"role {role.name}: its function returns what no summary can hold",
-        TypeError,
-        ValueError,
-        advice="return a few numbers and strings by name",
-    ):
-        if len(json.dumps(finished)) > MAX_SUMMARY_BYTES:
-            raise ValueError(f"more than {MAX_SUMMARY_BYTES} bytes")
-    return Result("finished", step=context.step, summary=finished)
+    summary = context.training.end(run() if run else None)
+    return Result("finished", step=context.step, summary=summary)
 
 
 def _make(context: Context[Any], role: Role, attacher: Attacher) -> Callable[[], Any] | None:

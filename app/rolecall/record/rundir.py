@@ -35,6 +35,7 @@ PAGE = "page.html"
 FILES = "files"  # a folder, for files of the job's own
 SINKS = ("tensorboard", "mlflow", "wandb")  # folders of the sinks
 SHARDS = "shards"  # a folder with one of each checkpoint that has shards, called as the checkpoint
+CHECKPOINT_LOST = "checkpoint_lost"  # in DONE, if the last checkpoint could not be written
 OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, PAGE, TRACE, FILES, SHARDS, *SINKS)
 PARTS = ("world", "curve", "throughput", "result", "settings", "restarts", "ranks_lost")  # of a summary: objects
 BUDGET = TypeAdapter(Budget)

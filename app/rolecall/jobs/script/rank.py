@@ -37,6 +37,6 @@ def run(context: Context[ScriptSettings]) -> dict[str, Any] | None:
         summary = ending.summary()
         if summary is None:
             raise Drained(0)
-        return summary
+        return context.finish(**summary)
     except DistError as error:
         raise PeerLostError(f"rank 0's worker is gone: {error}") from error

@@ -91,7 +91,7 @@ def meet(
         dialer.addresses = {address.name: address for address in met.addresses}
         dialer.find = partial(_find, wire, services, rank0, settings.connect_timeout)
         if wire.me != rank0:
-            wire.connect(rank0)  # the call is sent when this returns: torch may hold the interpreter's lock from then on
+            wire.connect(rank0)  # so that the call is sent at once: torch may hold the interpreter's lock from then on
             # not waited for: rank 0 may be too busy to answer as soon as it has the last one
             seconds = settings.connect_timeout
             wire.call(rank0, Request("ready", (wire.me,), {}, seconds, internal=True), Deadline(seconds))

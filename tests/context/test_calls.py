@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageE
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Request
 from tests.context import contexts
+from tests.wire.wires import DEADLINE, until
 
 
 class Agent:
@@ -59,10 +61,10 @@ class Fake:
         self.calls = list[tuple[str, Request, Future[Any]]]()
         self.answer: Callable[[str, Request], Any] | None = None
         self.busy = dict[str, int]()
-        self.lost = list[str]()
+        self.lost, self.dropped = list[str](), list[str]()
 
     def call(self, to: str, request: Request, deadline: float) -> Future[Any]:
-        future: Future[Any] = Future()
+        future: Future[Any] = Future(dropped=lambda: self.dropped.append(to))
         self.calls.append((to, request, future))
         if self.answer:
             value = self.answer(to, request)
@@ -94,7 +96,7 @@ def rank0(tmp_path: Path, fake: Fake) -> Context[Any]:
 
 
 def test_what_is_no_remote_method_is_refused(rank0: Context[Any], fake: Fake) -> None:
-    observer, calls = Observer(rank0), rank0.calls
+    observer, calls = Observer(rank0), rank0
     with pytest.raises(UsageError, match=r"Observer\.inner cannot be called at a peer: put @remote above"):
         calls.call("observer_0", Observer.inner)
     with pytest.raises(UsageError, match="print cannot be called at a peer"):
@@ -150,6 +152,7 @@ def test_call_any_takes_the_least_loaded(rank0: Context[Any], fake: Fake) -> Non
 def test_call_any_calls_another_member_if_it_may(rank0: Context[Any], fake: Fake) -> None:
     answer = rank0.call_any(Observer.look, 1)
     fake.calls[0][2].end(None, PeerLostError("gone"))
+    until(lambda: len(fake.calls) == 2, "the second call")
     assert [to for to, _, _ in fake.calls] == ["observer_0", "observer_1"]
     assert not answer.done()
     fake.calls[1][2].end(9, None)
@@ -163,6 +166,58 @@ def test_call_any_calls_another_member_if_it_may(rank0: Context[Any], fake: Fake
     with pytest.raises(RemoteError, match="it raised"):
         rank0.call_any(Observer.look, 1).result(1)
     assert len(fake.calls) == 6
+
+
+def test_call_any_calls_those_that_an_option_names(rank0: Context[Any], fake: Fake) -> None:
+    fake.answer = lambda to, request: PeerLostError(f"{to} has gone")
+    one = [peer for peer in rank0.peers("observer") if peer.ordinal == 1]
+    with pytest.raises(PeerLostError, match="observer_1 has gone"):
+        rank0.options(to=one).call_any(Observer.look, 1).result(1)
+    assert [to for to, _, _ in fake.calls] == ["observer_1"]
+
+
+def test_another_attempt_of_call_any_that_waits_or_raises(rank0: Context[Any], fake: Fake) -> None:
+    """It holds up nobody, and its error is the answer."""
+    go = threading.Event()
+
+    def wait(to: str, request: Request) -> None:
+        assert go.wait(DEADLINE)
+        raise PeerLostError("generation 1 has ended")
+
+    answer = rank0.call_any(Observer.look, 1)
+    fake.answer = wait
+    fake.calls[0][2].end(None, PeerLostError("gone"))  # returns meanwhile
+    assert not answer.done()
+    go.set()
+    with pytest.raises(PeerLostError, match="generation 1 has ended"):
+        answer.result(DEADLINE)
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "never begun", "failed"])
+def test_who_leaves_the_iterator_gives_up_the_calls_that_are_out(rank0: Context[Any], fake: Fake, how: str) -> None:
+    answers = cast(Any, rank0.call_each(Observer.once, 1))
+    (_, _, first), (_, _, second) = fake.calls
+    match how:
+        case "closed":
+            first.end(5, None)
+            assert next(answers)[1] == 5
+            answers.close()
+            assert second.cancelled()
+            assert list(answers) == []
+        case "dropped":
+            first.end(5, None)
+            for _ in answers:
+                break
+        case "failed":
+            first.end(None, RemoteError("it raised"))
+            with pytest.raises(RemoteError):
+                next(answers)
+    del answers
+    out = {"dropped": ["observer_1"], "never begun": ["observer_0", "observer_1"]}
+    assert fake.dropped == out.get(how, [])
+    assert second.cancelled() == (how in ("closed", "failed"))
+    second.end(None, CallTimeoutError("late"))
+    assert fake.lost == []
 
 
 def test_a_cancelled_call_any_cancels_its_call(rank0: Context[Any], fake: Fake) -> None:

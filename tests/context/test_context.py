@@ -19,10 +19,13 @@ from rolecall.config import Settings
 from rolecall.context import training
 from rolecall.context.context import Context, choose_device
 from rolecall.context.progress import ProgressEvent
+from rolecall.context.transport import WireTransport
 from rolecall.errors import Drained, PeerLostError, UsageError
 from rolecall.fields import FromUser
 from rolecall.record import rundir
+from rolecall.wire.messages import Deadline, Request
 from tests.context.contexts import AGENT, ONE, TWO, Clock, Supervisor, make, value
+from tests.wire.wires import Wires
 
 # ---- progress
 
@@ -368,3 +371,32 @@ def test_wrapped_errors_become_one_line() -> None:
         raise TypeError
     with pytest.raises(UsageError, match=r"^Y=2$"), UsageError.wrap("X=1: is bad"):
         raise UsageError("Y=2")
+
+
+# ---- calls
+
+
+def test_calls_are_documented_methods() -> None:
+    for name in ("call", "call_each", "call_all", "call_any", "options"):
+        assert name in dir(Context)
+        assert getattr(Context, name).__doc__
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "named"),
+    [((1, threading.Lock()), {}, "argument 2"), ((), {"a": threading.Lock()}, "argument a")],
+)
+def test_an_argument_that_cannot_be_pickled_is_named(
+    tmp_path: Path, args: tuple[object, ...], kwargs: dict[str, object], named: str
+) -> None:
+    context = make(tmp_path)
+    wires = Wires("agent_0", "observer_0")
+    wire = wires.wires["agent_0"]
+    transport = WireTransport(wire, context.metrics, context.watchdog, rank0="agent_0", rpc_timeout=9)
+    with pytest.raises(UsageError, match=f"{named} of observer_0.echo is a lock, which cannot be pickled"):
+        transport.call("observer_0", Request("echo", args, kwargs, 0.0), Deadline(0.0))
+    wires.close()
+
+
+def test_a_peer_is_written_by_its_name() -> None:
+    assert f"{ONE}" == ONE.name == "observer_0"

@@ -188,3 +188,17 @@ def test_a_call_made_in_a_phase_has_the_phases_time(clock: Clock) -> None:
         thread.start()
         thread.join()
         assert beside == [10]  # training goes on while another thread saves
+
+
+def test_calls_that_are_unanswered_for_long_are_told_of_once(clock: Clock) -> None:
+    watchdog = clock.watchdog
+    watchdog.called(0, "w_0", "endless")
+    calls = [watchdog.called(100, f"w_{number % 2}", "hits") for number in range(1000)]
+    clock.passes(29)
+    assert watchdog.unanswered() == ""
+    watchdog.answered(calls[0])
+    clock.passes(1)
+    assert watchdog.unanswered().endswith(".hits and 998 more calls unanswered for 30 s; rolecall stacks RUN")
+    watchdog.called(100, "w_0", "hits")
+    clock.passes(30)
+    assert watchdog.unanswered() == ""

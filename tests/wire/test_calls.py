@@ -16,6 +16,7 @@ from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageE
 from rolecall.wire import link, pending
 from rolecall.wire.codec import encode
 from rolecall.wire.frames import Kind
+from rolecall.wire.late import stacks_of
 from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Link, Sockets
 from rolecall.wire.readers import Watch
 from rolecall.wire.session import Session
@@ -78,6 +79,21 @@ def test_a_late_call_is_logged_with_its_peers_stacks(wires: Wires, logged: list[
     assert "in wait\n    self.go.wait(DEADLINE)" in event["exception"]
     assert "rolecall/wire/dispatch" not in event["exception"]
     assert wires.call("a", "b", "echo", 1, seconds=5).result() == 1
+
+
+def test_the_stacks_of_a_late_coroutine(wires: Wires, logged: list[EventDict]) -> None:
+    with pytest.raises(CallTimeoutError):
+        wires.call("a", "b", "pause", seconds=0.2).result(DEADLINE)
+    (event,) = [event for event in logged if event["event"] == "call timed out"]
+    assert "in pause\n    await asyncio.sleep(DEADLINE)" in event["exception"]
+    assert "in sleep\n" in event["exception"]
+
+
+def test_equal_stacks_are_shown_once(wires: Wires) -> None:
+    calls = [wires.call("a", "b", "wait") for _ in range(20)]
+    for _ in calls:
+        assert wires.members["b"].entered.acquire(timeout=DEADLINE)
+    until(lambda: "20 times: thread that serves a call" in stacks_of("wait"), "that all wait at the same line")
 
 
 def test_a_peer_that_reads_nothing_is_lost(logged: list[EventDict]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import queue
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from rolecall.context.group import Group
@@ -28,8 +29,8 @@ NOT_SERVED = "has turn=True, which rank 0 never serves: the job is over once its
 class Calls:
     """Calls of a member's peers, with options: `timeout` in seconds (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no
     deadline), `lost` (see `call_each`), and `role`, which is needed if several roles have the method. `internal` calls
-    are of what each worker offers its peers, whatever its role. `call_each` and `call_all` call only those members that
-    are in `to`, which a caller may have prepared for, and no other that joins meanwhile."""
+    are of what each worker offers its peers, whatever its role. Calls to a role go only to those members that are in
+    `to`, which a caller may have prepared for, and to no other that joins meanwhile."""
 
     def __init__(
         self,
@@ -140,25 +141,52 @@ class Calls:
         option `lost="skip"`, the default for an elastic role, it is left out. `lost="answer"` yields a PeerLostError in
         place of its answer. `lost="raise"`, the default for other roles, raises the PeerLostError or CallTimeoutError.
         What the method raised is raised here, as RemoteError. If no member is left, raises PeerLostError, or yields
-        nothing while the job drains. A member that joins meanwhile is called the next time.
+        nothing while the job drains. A member that joins meanwhile is called the next time. Leaving the iterator, as by
+        `break` once enough have answered, cancels the calls that are still out.
         """
         mark, group, role = require_remote(method), self._group, self._role_of(method)
         if mark.stream:
             raise UsageError(f"{method.__qualname__} is a stream: call it at one peer at a time")
         group.require_peers(role)
-        called = {peer.name: peer for peer in group.peers(role) if self._to is None or peer in self._to}
+        called = {peer.name: peer for peer in self._members(role)}
         for name in called:
             self._require_served(mark, method, name)
         answers, session = group.collect(), group.session
         limit = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
+        calls = list[Future[Any]]()
         for name in called:
             future = self._send(name, mark, method, args, kwargs)
+            calls.append(future)
             future.add_done_callback(lambda answered, name=name: answers.put((name, answered)))
         # longer than the calls' own deadlines, which end each of them
         seconds = limit.total + 2 * EXAMINE_SECONDS + group.settings.rpc_timeout if limit else None
         elastic = group.is_elastic(role)
         lost = self._lost or ("skip" if elastic else "raise")
-        return self._collect(role, called, answers, seconds, lost=lost, session=session)
+
+        def cancel() -> None:
+            for call in calls:
+                call.cancel()
+
+        def read() -> Generator[tuple[Peer, Any], None, None]:
+            try:
+                yield from self._collect(role, called, answers, seconds, lost=lost, session=session)
+            except Exception:  # not at the generator's end, which a collection may bring
+                cancel()
+                raise
+
+        def close() -> None:
+            values.close()
+            cancel()
+
+        def drop() -> None:
+            for call in calls:
+                call.drop()
+
+        values = read()
+        return Stream(values, close, drop)
+
+    def _members(self, role: str) -> list[Peer]:
+        return [peer for peer in self._group.peers(role) if self._to is None or peer in self._to]
 
     @overload
     def call_all(
@@ -246,7 +274,7 @@ class Calls:
         tried, session = set[str](), self._group.session
 
         def attempt(previous: PeerLostError | None) -> None:
-            names = [peer.name for peer in self._group.peers(role) if peer.name not in tried]
+            names = [peer.name for peer in self._members(role) if peer.name not in tried]
             if not names:
                 answer.end(None, previous or PeerLostError(f"no {role} is left"))
                 return
@@ -254,14 +282,23 @@ class Calls:
             self._require_served(mark, method, name)
             tried.add(name)
             calls.append(self._send(name, mark, method, args, kwargs))
+            if answer.cancelled():  # before it referred to this call
+                calls[-1].cancel()
             calls[-1].add_done_callback(ended)
+
+        def retry(error: PeerLostError) -> None:
+            try:
+                attempt(error)
+            except BaseException as problem:  # nobody else learns of it
+                answer.end(None, problem)
 
         def ended(call: concurrent.futures.Future[Any]) -> None:
             if call.cancelled() or answer.cancelled():
                 return
             error = call.exception()
             if isinstance(error, PeerLostError) and mark.idempotent and not (session is not None and session.ended):
-                attempt(error)
+                # not in this thread: it may have to wait, and others' calls end here too
+                threading.Thread(target=retry, args=(error,), name="call_any", daemon=True).start()
             else:
                 answer.end(None if error else call.result(), error)
 

@@ -37,7 +37,7 @@ S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
 
 
-class Context(Generic[S]):
+class Context(Calls, Generic[S]):
     """A rank's view of its generation: of the newest that its worker has become a part of. Before the first one, what
     needs a generation waits: peers, calls, queues, rank and generation.
 
@@ -81,10 +81,7 @@ class Context(Generic[S]):
             supervision=self.supervision,
             watchdog=self.watchdog,
         )
-        self.calls = Calls(self.group)
-        # see Calls: the same calls, without options
-        self.call, self.call_each, self.call_all = self.calls.call, self.calls.call_each, self.calls.call_all
-        self.call_any, self.options = self.calls.call_any, self.calls.options
+        super().__init__(self.group)  # calls without options
         self.internal_calls = Calls(self.group, internal=True)
         self.shares = Shares()
         self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)

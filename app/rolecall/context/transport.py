@@ -10,6 +10,7 @@ from rolecall import telemetry
 from rolecall.context.progress import ProgressEvent, StepLogged
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare.task import Peer
+from rolecall.errors import UsageError
 from rolecall.wire import tracing
 from rolecall.wire.calls import Wire
 from rolecall.wire.codec import encode
@@ -92,7 +93,10 @@ class WireTransport:
         span = tracing.begin(to, method, 0)
         if header := tracing.header(span):
             request = request._replace(trace=header)
-        content = encode(tuple(request))
+        try:
+            content = encode(tuple(request))
+        except Exception as error:  # whatever pickling the arguments raises
+            raise UsageError(_unpicklable(to, request, error)) from error
         sent, started = content.nbytes, time.perf_counter()
         if span:
             span.attributes["sent"] = sent
@@ -168,3 +172,15 @@ class WireTransport:
         self._forwarded = self.wire.call(self._rank0, request, self._deadline)
         if isinstance(event, StepLogged) and event.score is not None:
             self._forwarded.result()
+
+
+def _unpicklable(to: str, request: Request, error: Exception) -> str:
+    """Which argument of a call cannot be pickled, and why."""
+    why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    named = [(f"argument {number}", value) for number, value in enumerate(request.args, 1)]
+    for name, value in [*named, *((f"argument {name}", value) for name, value in request.kwargs.items())]:
+        try:
+            encode(value)
+        except Exception:
+            return f"{name} of {to}.{request.method} is a {type(value).__name__}, which cannot be pickled: {why}"
+    return f"the arguments of {to}.{request.method} cannot be pickled: {why}"

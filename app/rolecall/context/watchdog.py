@@ -23,6 +23,7 @@ from rolecall.wire.messages import Deadline
 Phase = Literal["loading", "restoring", "compiling", "evaluating", "saving"]
 RECENT_STEPS = 20  # steps that the next one is compared with
 STUCK_FACTOR = 10  # a step is stuck only if it takes this many times as long as the longest of them
+UNANSWERED_SECONDS = 30.0  # after which a call is told of
 SUSPENDED_SECONDS = 2.0  # between two checks, which come every half second: this process was suspended
 
 
@@ -74,6 +75,7 @@ class Watchdog:
         self._since = self._began = self._looked = self._awake = clock()
         self._seconds = deque[float](maxlen=RECENT_STEPS)  # of the last steps
         self._calls: set[PendingCall] = set()  # under way
+        self._told: set[str] = set()  # methods whose calls were told of
         self._more_calls: list[Callable[[], list[PendingCall]]] = []
         self._began_ns = time.monotonic_ns()  # as `_began`, for the trace
 
@@ -194,7 +196,20 @@ class Watchdog:
 
     def forget_calls(self) -> None:
         """The worker is a part of another generation: what it has called before does not count."""
-        self._calls = set()
+        self._calls, self._told = set(), set()
+
+    def unanswered(self) -> str:
+        """Describes the calls with a deadline that have been unanswered for UNANSWERED_SECONDS, of each method once a
+        generation; empty if there are none."""
+        late = self._clock() - UNANSWERED_SECONDS
+        calls = [call for call in [*self._calls] if call.since <= late and call.deadline and call.to]
+        calls = sorted((call for call in calls if call.method not in self._told), key=lambda call: call.since)
+        if not calls:
+            return ""
+        self._told |= {call.method for call in calls}
+        more = f" and {len(calls) - 1} more calls" if len(calls) > 1 else ""
+        first = calls[0]
+        return f"{first.to}.{first.method}{more} unanswered for {UNANSWERED_SECONDS:.0f} s; rolecall stacks RUN"
 
     def watch_calls(self, pending: Callable[[], list[PendingCall]]) -> None:
         """Includes calls that are not made by way of `called` in `long_calls`."""

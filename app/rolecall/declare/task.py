@@ -24,6 +24,9 @@ class Peer:
         """The peer's name in calls: ROLE_ORDINAL."""
         return f"{self.role}_{self.ordinal}"
 
+    def __str__(self) -> str:
+        return self.name
+
 
 @dataclass(frozen=True)
 class Attachment:

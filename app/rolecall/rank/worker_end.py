@@ -8,6 +8,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NoReturn
 
+from rolecall import telemetry
 from rolecall.context.context import Context
 from rolecall.context.progress import Curve, Supervision
 from rolecall.context.watchdog import Watchdog
@@ -71,6 +72,8 @@ class WorkerEnd(Supervision):
         stuck = False
         while True:
             self.report()
+            if self._watchdog and (unanswered := self._watchdog.unanswered()):
+                telemetry.log().warning(unanswered)
             if not stuck and self._watchdog and (problem := self._watchdog.check()):
                 stuck = True
                 self.report_stuck(problem)

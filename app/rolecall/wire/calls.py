@@ -64,7 +64,7 @@ class Wire:
         self._numbers = itertools.count(1)
         self._room = threading.Lock()  # a call takes or returns its room on a link
         self._pending: dict[int, Pending] = {}
-        self._dropped: deque[Pending] = deque()  # streams whose reader has gone
+        self._dropped: deque[Pending] = deque()  # whose reader has gone
         self._deadlines = Deadlines(
             me,
             self._pending,
@@ -367,7 +367,7 @@ class Wire:
     def _new(self, to: str, request: Request, deadline: Deadline, ended: Ended | None) -> Pending:
         now = time.monotonic()
         call = Pending(to, request, deadline, ended, now + deadline if deadline else float("inf"))
-        call.future = Future(partial(self._give_up, call))
+        call.future = Future(partial(self._give_up, call), partial(self._dropped.append, call))
         return call
 
     def _send(self, call: Pending, content: Encoded) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import queue
 import threading
 import time
@@ -11,12 +12,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rolecall.declare import loader
 from rolecall.declare.remote import MARK, Remote, find, remote
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
-from rolecall.wire import tracing
+from rolecall.wire import late, tracing
 from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
@@ -313,6 +315,7 @@ class Dispatcher:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
+                late.loops.add(self._loop)
                 threading.Thread(target=self._run_loop, args=(self._loop,), name="remote async", daemon=True).start()
 
         async def run() -> Any:
@@ -378,7 +381,12 @@ class Dispatcher:
                         room.acquire()  # bounded by the link, and by the reader's cancel
                         if call.cancelled or call.link.ended:
                             break
-                        call.link.send(Kind.ITEM, call.number, encode(item))
+                        try:
+                            content = encode(item)
+                        except Exception as error:  # whatever pickling it raises
+                            self._end(call, self._unpicklable(call, item, error))
+                            return
+                        call.link.send(Kind.ITEM, call.number, content)
                 finally:
                     items.close()  # type: ignore[attr-defined]
                     span.end()
@@ -405,7 +413,7 @@ class Dispatcher:
             content = encode(value)
         except BaseException as error:  # whatever pickling the answer raises
             self.confirm(*place)  # a value that nobody can be given is not taken back
-            self._send(call, Kind.FAILURE, encode(tuple(self._failure(error))), waits)
+            self._send(call, Kind.FAILURE, encode(tuple(self._unpicklable(call, value, error))), waits)
         else:
             self._send(call, kind, content, waits)
 
@@ -433,7 +441,22 @@ class Dispatcher:
         except OSError as error:
             link.close(str(error))
 
+    def _unpicklable(self, call: Call, value: Any, error: BaseException) -> Failure:
+        """The answer of a call cannot be pickled: its method is named, since no line of it is in the traceback."""
+        found = (find(each, call.request.method) for each in (self._target, *self._internals) if each is not None)
+        method = next((each for each in found if each), None)
+        name, place = call.request.method, ""
+        if method is not None:
+            code = inspect.unwrap(method).__code__
+            name, place = method.__qualname__, f" ({loader.shown(Path(code.co_filename))}:{code.co_firstlineno})"
+        failure = self._failure(error)
+        what = failure.text.removeprefix(f"{self._me} raised ")
+        text = f"{self._me}: {name}{place} returns what cannot be pickled, a {type(value).__name__}: {what}"
+        return failure._replace(text=text)
+
     def _failure(self, error: BaseException) -> Failure:
-        what = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+        report = traceback.TracebackException(type(error), error, None)
+        report.__notes__ = None  # which would be the last line; they are in the traceback
+        what = [*report.format_exception_only()][-1].strip().partition("\n")[0]
         kind = type(error).__name__ if isinstance(error, PeerLostError | CallTimeoutError) else "RemoteError"
         return Failure(kind, f"{self._me} raised {what}", loader.users_traceback(error), pickled(error))

@@ -19,9 +19,11 @@ class Future(concurrent.futures.Future[T]):
     `cancel` gives the call up: a method that has not begun never does, and an `async` one is cancelled.
     """
 
-    def __init__(self, cancelled: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, cancelled: Callable[[], object] | None = None, dropped: Callable[[], object] | None = None
+    ) -> None:
         super().__init__()
-        self._cancelled = cancelled
+        self._cancelled, self._dropped = cancelled, dropped
         self._has_callbacks = self._claimed = False
         self._decided = threading.Lock()  # by `cancel` or `keep`; never released
 
@@ -53,7 +55,8 @@ class Future(concurrent.futures.Future[T]):
                 self.set_exception(error)
         except concurrent.futures.InvalidStateError:
             return
-        self._cancelled = None  # which refers to the call, and so to this: its arguments would wait for a collection
+        # which refer to the call, and so to this: its arguments would wait for a collection
+        self._cancelled = self._dropped = None
 
     def cancel(self) -> bool:
         """Gives the call up. Returns False if its answer is there already."""
@@ -61,7 +64,13 @@ class Future(concurrent.futures.Future[T]):
             self.set_running_or_notify_cancel()  # ends concurrent.futures.wait
             if cancelled := self._cancelled:
                 cancelled()
+            self._cancelled = self._dropped = None
         return self.cancelled()
+
+    def drop(self) -> None:
+        """Gives the call up soon, from another thread. It takes no lock, as a finalizer must not. Nobody waits."""
+        if dropped := self._dropped:
+            dropped()
 
     def keep(self) -> bool:
         """Whether the answer may be taken: `cancel` fails from now on. Returns False if it came first."""

@@ -54,7 +54,7 @@ class Wire:
 
     def answer(self, name: str, value: Any) -> None:
         future = self.futures[name]
-        future.set_exception(value) if isinstance(value, Exception) else future.set_result(value)
+        future.end(value, value if isinstance(value, Exception) else None)
 
 
 @pytest.fixture

@@ -443,8 +443,8 @@ class Dispatcher:
 
     def _unpicklable(self, call: Call, value: Any, error: BaseException) -> Failure:
         """The answer of a call cannot be pickled: its method is named, since no line of it is in the traceback."""
-        found = (find(each, call.request.method) for each in (self._target, *self._internals) if each is not None)
-        method = next((each for each in found if each), None)
+        servants = [each for each in (self._target, *self._internals) if each is not None]
+        method = next((method for each in servants if (method := find(each, call.request.method))), None)
         name, place = call.request.method, ""
         if method is not None:
             code = inspect.unwrap(method).__code__

@@ -41,7 +41,7 @@ def _deadline(setting: str, seconds: float, phase_timeout: float, from_begin: bo
     """A deadline of `seconds`, and of `phase_timeout` for what comes before the call begins."""
     return Deadline(
         seconds,
-        f"{setting}={seconds:g}" + ("; options(timeout=) gives it more" if from_begin else ""),
+        f"{setting}={seconds:g}",
         wait=phase_timeout,
         wait_setting=f"PHASE_TIMEOUT={phase_timeout:g}",
         from_begin=from_begin,

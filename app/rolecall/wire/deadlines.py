@@ -79,7 +79,9 @@ class Deadlines:
         seconds = float(deadline)
         if not begun and deadline.wait:
             seconds, setting = deadline + deadline.wait, deadline.wait_setting
-        why = setting + ("" if begun else "; it has not begun")
+        why = f"{setting}; it has not begun"
+        if begun:
+            why = f"{setting}; options(timeout=) gives it more" if deadline.from_begin else setting
         return CallTimeoutError(f"{call.to} has not answered {call.request.method} within {seconds:g} s ({why})")
 
     def _end_late(self, peer: str, calls: list[Pending]) -> None:

@@ -10,6 +10,20 @@ from rolecall.gang.protocol import KILLED, ORDERLY, OUT_OF_MEMORY, Budget, Cause
 MAX_REMEMBERED_ENDS = 8  # different ends of generations
 MAX_END_CHARACTERS = 160
 MAX_SAME_STEP_KILLS = 6  # kills in a row of one worker at exactly the same step: the program itself does that
+MAX_SAME_MISTAKES = 2  # in a row
+# errors of a program that the outside, such as a disk or a network, does not cause
+MISTAKES = (
+    "Attribute",
+    "Import",
+    "Index",
+    "Key",
+    "ModuleNotFound",
+    "Name",
+    "NotImplemented",
+    "Type",
+    "UnboundLocal",
+    "_pickle.Pickling",
+)
 MIN_ENDS_FOR_TIMEOUT = 3  # fewer ends are no loop: the first step may be a long one
 
 
@@ -36,6 +50,7 @@ class RestartBudget:
         self._since = now - budget.seconds if budget.seen else None  # the first end without a step after it
         self._ended_at = now
         self._failures: dict[int, str] = {}
+        self._last_mistake, self._same_mistakes = "", 0  # of the generations that failed in a row
         self._reached = 0  # the newest step of the generation under way
         self._last_end = ("", 0)  # how the last generation ended, and at which step
         self._same_step_kills = 0
@@ -48,6 +63,7 @@ class RestartBudget:
         """Takes the newest `step`. Returns the event, if the step ends a recovery."""
         if step > self._step:
             self._failures.clear()
+            self._last_mistake = ""
             self._forget()
         self._reached = max(self._reached, step)
         self._step = max(self._step, step)
@@ -111,8 +127,14 @@ class RestartBudget:
         return Verdict(story, FAILED, final=not any(map(_is_out_of_memory, hints)))
 
     def failed(self, generation: int, reason: str) -> str | None:
-        """A worker raised. Returns the first reason once `max_failures` generations have failed without progress."""
+        """A worker raised. Returns the first reason once `max_failures` generations have failed without progress, or
+        the reason of MAX_SAME_MISTAKES in a row by one mistake at one line."""
+        if generation not in self._failures:
+            repeats = self._last_mistake == (mistake := _mistake_in(reason)) != ""
+            self._last_mistake, self._same_mistakes = mistake, self._same_mistakes + 1 if repeats else 1
         self._failures.setdefault(generation, reason)
+        if self._last_mistake and self._same_mistakes >= MAX_SAME_MISTAKES:
+            return self._failures[generation]
         return next(iter(self._failures.values())) if len(self._failures) >= self._rules.max_failures else None
 
     def missing(self, now: float) -> list[str]:
@@ -139,3 +161,10 @@ class RestartBudget:
 def _is_out_of_memory(hint: str) -> bool:
     """Whether the kernel has counted it; a question mark says that nobody knows."""
     return hint.startswith(OUT_OF_MEMORY) and not hint.endswith("?")
+
+
+def _mistake_in(reason: str) -> str:
+    """The traceback in `MEMBER: TRACEBACK`, if what it ends with is one of MISTAKES; otherwise nothing."""
+    traceback = reason.partition(": ")[2].rstrip()
+    kind = traceback.rpartition("\n")[2].partition(":")[0].removesuffix("Error")
+    return traceback if kind in MISTAKES else ""

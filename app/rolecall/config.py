@@ -310,6 +310,11 @@ def outside_step() -> str:
     return placement.outside_step(os.environ)
 
 
+def names_debugger() -> bool:
+    """Whether the environment says what `breakpoint()` calls."""
+    return bool(os.environ.get("PYTHONBREAKPOINT"))
+
+
 def misspelt(settings: Iterable[str], environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
     """Names in the environment that are probably misspelt variables of `settings`, each with the likely variable."""
     known = {name.upper() for name in settings}

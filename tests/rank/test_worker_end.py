@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bdb
+import re
+import sys
 from typing import Any, NoReturn
 from unittest.mock import MagicMock
 
@@ -25,10 +28,17 @@ RAISED: list[tuple[str | BaseException, Result]] = [
 ]
 
 
-@pytest.mark.parametrize(("problem", "result"), RAISED, ids=lambda value: type(value).__name__)
-def test_fail_says_what_was_raised(
-    monkeypatch: pytest.MonkeyPatch, problem: str | BaseException, result: Result
-) -> None:
+def quit_pdb() -> BaseException:
+    """What pdb raises as its input ends."""
+    try:
+        raise bdb.BdbQuit
+    except bdb.BdbQuit as error:
+        return error
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The results that workers end with."""
     ended: list[Any] = []
 
     def end(self: WorkerEnd, result: Result | None = None) -> NoReturn:
@@ -36,9 +46,29 @@ def test_fail_says_what_was_raised(
         raise SystemExit
 
     monkeypatch.setattr(WorkerEnd, "end", end)
-    worker = WorkerEnd(
+    return ended
+
+
+def make() -> WorkerEnd:
+    return WorkerEnd(
         MagicMock(), Task("rl", Settings(job="rl"), "observer", 0, attachment=Attachment(1, ONE, (ONE,))), None
     )
+
+
+def test_a_breakpoint_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch, ended: list[Any]) -> None:
+    monkeypatch.setattr(sys, "breakpointhook", make().refuse_breakpoint)
     with pytest.raises(SystemExit):
-        worker.fail(problem)
+        breakpoint()  # noqa: T100
+    with pytest.raises(SystemExit):
+        make().fail(quit_pdb())
+    for result in ended:
+        assert result.outcome == "refused"
+        assert re.match(r"\S*test_worker_end\.py:\d+: ", result.error)
+        assert "call the method in a test" in result.error
+
+
+@pytest.mark.parametrize(("problem", "result"), RAISED, ids=lambda value: type(value).__name__)
+def test_fail_says_what_was_raised(ended: list[Any], problem: str | BaseException, result: Result) -> None:
+    with pytest.raises(SystemExit):
+        make().fail(problem)
     assert ended == [result]

@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -64,6 +65,8 @@ def main(task: Task, connection: Connection) -> None:
     )
     pipe = WorkerEnd(connection, task, None if task.check else watchdog)
     threading.Thread(target=pipe.report_forever, daemon=True).start()
+    if not config.names_debugger():
+        sys.breakpointhook = pipe.refuse_breakpoint
     try:
         job = registry.get(task.job)
         result = check(task, job) if task.check else _work(task, job, pipe, watchdog)

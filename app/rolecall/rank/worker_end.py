@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bdb
 import os
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from rolecall import telemetry
@@ -23,6 +26,10 @@ from rolecall.record.history import Record
 from rolecall.torch_rpc import failures, tracing
 
 REPORT_SECONDS = 0.5
+NO_DEBUGGER = (
+    "finds no terminal in a rank's process: call the method in a test, with a stand-in for its Context, or see where "
+    "it is by `rolecall stacks RUN`; PYTHONBREAKPOINT may name a debugger that needs no terminal"
+)
 
 
 class WorkerEnd(Supervision):
@@ -130,6 +137,12 @@ class WorkerEnd(Supervision):
 
     # ---- the end
 
+    def refuse_breakpoint(self, *_: object, **__: object) -> NoReturn:
+        """Takes the place of `sys.breakpointhook`: ends the process, from any thread, as bad input."""
+        at = sys._getframe(1)
+        place = f"{loader.shown(Path(at.f_code.co_filename))}:{at.f_lineno}"
+        self.end(pipe_messages.Result("refused", f"{place}: breakpoint() {NO_DEBUGGER}"))
+
     def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
         """Reports `outcome` and ends the process."""
         self.end(pipe_messages.Result(outcome, step=step, summary=summary))
@@ -141,6 +154,8 @@ class WorkerEnd(Supervision):
     def _raised(self, error: BaseException) -> pipe_messages.Result:
         if isinstance(error, UsageError):
             return pipe_messages.Result("refused", loader.explain(error))
+        if isinstance(error, bdb.BdbQuit):
+            return pipe_messages.Result("refused", f"{loader.explain(error)}: pdb {NO_DEBUGGER}")
         if failures.is_lost(error):
             return pipe_messages.Result("lost", failures.first_line(error))
         if self._task.check and loader.locate(error):

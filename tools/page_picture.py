@@ -5,6 +5,7 @@ FILE is docs/page.png by default. It needs a Chromium of the system's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -12,11 +13,12 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 from tools.ranks import kill, urls_of
 
@@ -57,16 +59,21 @@ def train(process: subprocess.Popen[bytes], directory: Path) -> str:
     raise RuntimeError("the run did not come that far")
 
 
-def photograph(url: str, file: Path) -> None:
-    """Writes the page, as a browser shows it when it has taken rates, to `file`."""
+@contextlib.contextmanager
+def browser() -> Iterator[Page]:
+    """A page of a browser, which takes long to start: the run would be over."""
     path = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": WIDTH, "height": 800}, color_scheme="light")
-        page.goto(url)
-        page.wait_for_function("state.links.some((link) => link.calls > 0)")
-        page.screenshot(path=file, full_page=True)
-        browser.close()
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium.new_page(viewport={"width": WIDTH, "height": 800}, color_scheme="light")
+        chromium.close()
+
+
+def photograph(page: Page, url: str, file: Path) -> None:
+    """Writes what `url` shows, as a browser has it when it has taken rates, to `file`."""
+    page.goto(url)
+    page.wait_for_function("state.links.some((link) => link.calls > 0)")
+    page.screenshot(path=file, full_page=True)
     with Image.open(file) as picture:
         picture.convert("RGB").save(file, optimize=True)
 
@@ -74,12 +81,12 @@ def photograph(url: str, file: Path) -> None:
 def main(arguments: list[str]) -> int:
     """Takes the picture. Returns the exit code."""
     file = Path(arguments[0]) if arguments else PICTURE
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, browser() as page:
         directory = Path(name, "run")
         command = [sys.executable, "-m", *COMMAND.split(), "--checkpoint-dir", str(directory)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            photograph(train(process, directory), file)
+            photograph(page, train(process, directory), file)
         finally:
             process.terminate()
             process.wait(timeout=60)

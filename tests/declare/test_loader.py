@@ -15,7 +15,7 @@ from rolecall import config
 from rolecall.config import Settings
 from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job
-from rolecall.errors import ProgramError, UsageError
+from rolecall.errors import ProgramError, RemoteError, RemoteTraceback, UsageError
 from rolecall.fields import FromUser
 
 JOB = """from rolecall import Job, Role
@@ -292,6 +292,19 @@ def test_a_built_in_jobs_frames_are_not_cut() -> None:
         scope["run"]()  # type: ignore[operator]
     raised.value.__traceback__ = raised.value.__traceback__.tb_next  # type: ignore[union-attr]
     assert "jobs/rl/agent.py" in loader.users_traceback(raised.value)
+
+
+def test_what_a_peer_raised_is_told_once() -> None:
+    raised = ValueError("x is wrong")
+    raised.__cause__ = RemoteTraceback(
+        'Traceback (most recent call last):\n  File "pi.py", line 7, in f\nValueError: x is wrong'
+    )
+    with pytest.raises(RemoteError) as caught:
+        raise RemoteError("w_0 raised ValueError: x is wrong") from raised
+    text = loader.users_traceback(caught.value)
+    assert text.startswith('Traceback (most recent call last):\n  File "pi.py", line 7, in f\n')
+    assert text.count("\nValueError: x is wrong\n") == 1
+    assert text.endswith("w_0 raised ValueError: x is wrong\n")
 
 
 def test_a_long_traceback_keeps_its_end() -> None:

@@ -75,7 +75,8 @@ def test_a_traceback_is_shown_once_in_a_run() -> None:
         "lead 0: after",
     ]
     assert show(other, "before", TRACEBACK, *error, "after") == ["sampler 1: before", "sampler 1: after"]
-    assert show(one, TRACEBACK, *error, "", TRACEBACK, *error) == [""]
+    cause = ["", "The above exception was the direct cause of the following exception:", ""]
+    assert show(one, TRACEBACK, *error, *cause, TRACEBACK, *error, "after") == ["lead 0: after"]
     assert show(other, TRACEBACK, *error[:2], "ValueError: worse")[-1] == "ValueError: worse"
     assert show(one, TRACEBACK, *error[:2])[1:] == error[:2]  # killed as it wrote
 

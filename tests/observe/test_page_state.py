@@ -69,6 +69,20 @@ def test_each_rank_has_a_word_for_its_state() -> None:
     }
 
 
+def test_nobody_runs_once_the_run_is_over() -> None:
+    members = {AGENT: MemberView(WorkerStatus(2, "ended", "finished")), FIRST: works(), SECOND: works(phase="saving")}
+    members[THIRD] = MemberView(WorkerStatus(2, "ended", "crashed"))
+    before = shown(GangView("finished", number=2, ranks=tuple(members), members=members))
+    summary = {"state": "finished", "reason": "", "settings": {}}
+    after = {rank["name"]: (rank["health"], rank["word"]) for rank in state.ended(before, summary)["ranks"]}
+    assert after == {
+        "agent 0": ("good", "finished"),
+        "observer 0": ("idle", "has left"),
+        "observer 1": ("idle", "has left"),
+        "observer 2": ("bad", "crashed"),
+    }
+
+
 STATES = [
     (MemberView(), ("idle", "waiting")),
     (MemberView(WorkerStatus(2, "starting", phase="loading")), ("idle", "loading")),

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from rolecall.declare import sources
-from rolecall.errors import UsageError
+from rolecall.errors import RemoteTraceback, UsageError
 
 TEST = re.compile(r"test_.*\.py|.*_test\.py|conftest\.py")  # files that are pytest's
 PACKAGE = Path(__file__).absolute().parents[1]
@@ -180,14 +180,18 @@ def shown(path: Path) -> str:
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback of `error` without Rolecall's frames, but for those of its jobs: up to 8,000 characters."""
+    """The traceback of `error` without Rolecall's frames, but for those of its jobs: up to 8,000 characters. That of a
+    peer comes first, once."""
     report = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = report
     while part is not None:
         theirs = [frame for frame in part.stack if not _is_ours(frame.filename)]
         part.stack = traceback.StackSummary.from_list(theirs or part.stack)
         part = part.__cause__ or part.__context__
-    return "".join(report.format())[-8000:]
+    cause = error.__cause__
+    if report.__cause__ and cause and not cause.__traceback__ and isinstance(cause.__cause__, RemoteTraceback):
+        report.__cause__ = report.__cause__.__cause__  # whose text ends with the error that lies between
+    return "".join(report.format()).replace(f"{RemoteTraceback.__module__}.{RemoteTraceback.__name__}: \n", "")[-8000:]
 
 
 def _is_ours(filename: str) -> bool:

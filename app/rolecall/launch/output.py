@@ -19,6 +19,8 @@ MAX_WAITING_CHARACTERS = 2**20  # characters that wait to be printed
 # a line of the log, as text or as JSON, or an error of Rolecall's; or nothing
 NAMED = re.compile(r'\d{4}-\d\d-\d\dT[\d:.]+Z \[|\{(?=.*"timestamp": ")|rolecall: |$')
 CUT_NOTE = " [cut: the log has the whole line]"
+# lines between the tracebacks of one error
+CHAINED = re.compile(r"(The above exception was the direct cause of|During handling of the above exception, |$)")
 UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")  # they would break the live display
 
 
@@ -62,20 +64,25 @@ class Tracebacks:
     def __init__(self, rank: str, seen: set[tuple[str, str]]) -> None:
         self._rank, self._seen = rank, seen
         self._lines: list[str] = []  # of a traceback that has not ended
+        self._hides = False  # the last one was shown before
 
     def show(self, line: str) -> list[str]:
         """The lines to show once `line` has come."""
+        if self._hides and not self._lines and CHAINED.match(line):
+            return []
         if line.endswith(TRACEBACK):
             before, self._lines = self._lines, [line if line != TRACEBACK else f"{self._rank}: {line}"]
             return before
         if not self._lines:
+            self._hides = False
             return [line if NAMED.match(line) else f"{self._rank}: {line}"]
         self._lines.append(line)
         if line.startswith(" ") and len(self._lines) < MAX_TRACEBACK_LINES:
             return []
         place = next((text for text in reversed(self._lines) if text.startswith("  File ")), "")
         lines, self._lines = self._lines, []
-        if (place, line) in self._seen:
+        self._hides = (place, line) in self._seen
+        if self._hides:
             return []
         self._seen.add((place, line))
         return lines

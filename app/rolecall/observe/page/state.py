@@ -107,7 +107,10 @@ def of_gang(
 def ended(shown: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a run whose last state was `shown`, and which ended with `summary`."""
     end = {"live": False, "state": summary["state"], "reason": last_line(summary["reason"]), "missing": []}
-    return _object({**shown, **end, "left_seconds": None, "summary": without_settings(summary)})
+    here = [rank for rank in shown["ranks"] if rank["health"] != "bad" and rank["word"] != "finished"]
+    left = {rank["name"]: {**rank, "word": "has left", "health": "idle", "phase": ""} for rank in here}
+    ranks = [left.get(rank["name"], rank) for rank in shown["ranks"]]
+    return _object({**shown, **end, "ranks": ranks, "left_seconds": None, "summary": without_settings(summary)})
 
 
 def _errors(logs: Iterable[tuple[Key, Iterable[LogEvent]]]) -> list[dict[str, Any]]:

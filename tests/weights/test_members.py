@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.typing import EventDict
 
 from rolecall.context.weights import Weights
 from rolecall.declare.task import Attachment
 from rolecall.weights import plan
+from rolecall.weights.copies import Absent, Copies
 from tests.context.contexts import value
 from tests.rank.attaching import Member, World, players
 from tests.wire.wires import DEADLINE, until
@@ -55,6 +57,19 @@ def test_published_weights_reach_subscribers_and_survive_the_generation(world: W
     assert got.wait(DEADLINE) == 2  # from the others: nobody has published in this generation
     assert rank0.context.publish("policy", state(0.5), version=1) == 1
     until(lambda: got.version == weights[0].version == 1, "the version of the new publisher")
+
+
+@pytest.mark.parametrize(("times", "warnings"), [(1, 0), (2, 1)])
+def test_a_version_that_a_newer_one_replaces_is_no_problem_unless_none_does(
+    world: World, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict], times: int, warnings: int
+) -> None:
+    gone, manifest = [Absent.GONE] * times, Copies.manifest
+    monkeypatch.setattr(Copies, "manifest", lambda *given: gone.pop() if gone else manifest(*given))
+    one = world.stayer(0)
+    weights = one.context.subscribe("policy")
+    world.begin(1, players(0), one).context.publish("policy", state(1.0))
+    assert weights.wait(DEADLINE) == 1
+    assert len([line for line in logged if line["event"] == "weights"]) == warnings
 
 
 def same(tensors: dict[str, torch.Tensor]) -> float:

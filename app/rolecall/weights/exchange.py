@@ -68,6 +68,7 @@ class Exchange:
         self._connect, self._metrics = connect, metrics
         self._draft: Draft | None = None  # the newest, until it is a version
         self._reads = False
+        self._gone: Stamp | None = None  # the version that nobody had any more
         threading.Thread(target=self._run, name=f"weights {copies.name}", daemon=True).start()
 
     def publish(self, draft: Draft) -> None:
@@ -164,6 +165,12 @@ class Exchange:
         the network would keep every pull from its end. Raises CallError if nobody can serve it."""
         started, copies, me = time.monotonic(), self.copies, connection.me[0]
         manifest = self._manifest(connection, offer)
+        if manifest is None:  # as a rule, a newer one has taken its place, which the next offer names
+            if self._gone == offer.stamp:
+                raise CallError(f"weights {copies.name!r}: no member has the newest version any more")
+            self._gone = offer.stamp
+            connection.session.wait(LOOK_SECONDS)
+            return
         version = copies.begin(manifest)
         cells = sorted({chunk // plans.CELL_CHUNKS for chunk in range(manifest.chunks) if not version.has[chunk]})
         received = self._fill(connection, version, Plan(me, cells, offer.holders, offer.readers))
@@ -201,7 +208,8 @@ class Exchange:
                 raise CallError(f"weights {self.copies.name!r}: no member can send {which} any more")
         return received
 
-    def _manifest(self, connection: Connection, offer: Offer) -> Manifest:
+    def _manifest(self, connection: Connection, offer: Offer) -> Manifest | None:
+        """The manifest of what is offered; None if no holder has it any more. Raises CallError if one of them fails."""
         error: CallError | None = None
         turn = offer.readers.index(connection.me[0]) if connection.me[0] in offer.readers else 0
         for number in range(len(offer.holders)):
@@ -213,7 +221,9 @@ class Exchange:
                 continue
             if isinstance(manifest, Manifest):
                 return manifest
-        raise error or CallError(f"weights {self.copies.name!r}: no member has the newest version any more")
+        if error:
+            raise error
+        return None
 
     def _request(
         self, connection: Connection, version: Version, request: plans.Request, answers: queue.SimpleQueue[_Answer]

@@ -26,6 +26,8 @@ from rolecall.wire.session import Session
 MAX_IN_FLIGHT_BYTES = 128 * 2**20  # of requests without an answer; a larger one goes alone
 MAX_IN_FLIGHT = 4096  # requests without an answer
 COUNT = struct.Struct("!Q")
+# what reading raises at the end, or for what is no frame; TypeError: no failure
+BROKEN = (OSError, EOFError, ValueError, TypeError, MemoryError, struct.error)
 
 
 class Sockets(NamedTuple):
@@ -181,9 +183,9 @@ class Link:
                     self._writer.released(COUNT.unpack(frame.body)[0], frame.call)
                 elif frame.in_memory or not self._quick(self, frame):
                     return frame
-        except (OSError, EOFError, ValueError, TypeError, MemoryError, struct.error) as error:  # TypeError: no failure
+        except BROKEN as error:
             self.close(str(error) or type(error).__name__)
-        with contextlib.suppress(OSError, EOFError, ValueError, TypeError, MemoryError, struct.error):
+        with contextlib.suppress(*BROKEN):
             while True:  # what had come before the end, which is not waited for
                 if (frame := self._reader.next()).kind == Kind.CONFIRMED:
                     self._quick(self, frame)

@@ -272,6 +272,32 @@ def test_member_without_rank0_exits_after_rejoin_timeout() -> None:
     assert (other.exit_code, other.over) == (USAGE, True)
 
 
+def test_waiting_is_bounded_across_restarts_of_rank0() -> None:
+    """A rank 0 that crashes before the gang is complete answers for a moment at each start."""
+
+    def wait(begun: Any) -> float:
+        """Rank 0 is restarted every 20 s. Returns when the member has exited: after 10,000 s at the latest."""
+        member, now = make(), 0.0
+        while member.exit_code is None and now < 10_000:
+            stop = Directive("stop", 0, 1, begun=begun(now))
+            assert member.answered(member.beat(NONE), now, Answer(f"lead {now}", stop), now)
+            now += 20.0
+        assert member.exit_code in (None, USAGE)
+        return now
+
+    assert RULES.rejoin_timeout < wait(lambda _: 0) <= RULES.rejoin_timeout + 60
+    assert RULES.rejoin_timeout < wait(lambda _: 7) <= RULES.rejoin_timeout + 60
+    assert wait(lambda now: now // 500) == 10_000  # generations begin without it
+
+
+def test_one_long_wait_under_rank0_is_rank0s_to_end() -> None:
+    """It may check the settings for longer than REJOIN_TIMEOUT."""
+    member = make()
+    for now in range(0, 5 * int(RULES.rejoin_timeout), 2):
+        receive(member, "stop", 1, sent_at=now, now=now)
+    assert member.exit_code is None
+
+
 def test_leaving_member_stays_until_directed_to_leave() -> None:
     member = make()
     member.leave(0.0)

@@ -15,8 +15,9 @@ from tests.integration.cluster import until
 # writes its number to the file, and does as it is told at each start
 PROGRAM = """
 import os, signal, sys, time
-from rolecall.rank.guard import guard
-code = guard(2)
+from rolecall.rank import guard
+guard.SETTLED_SECONDS = {settled}
+code = guard.guard(2)
 if code is not None:
     sys.exit(code)
 with open({starts!r}, "a") as starts:
@@ -26,9 +27,9 @@ exec({actions!r}[number])
 """
 
 
-def run(directory: Path, *actions: str) -> tuple[subprocess.Popen[str], Path]:
+def run(directory: Path, *actions: str, settled: float = 10.0) -> tuple[subprocess.Popen[str], Path]:
     starts = directory / "starts"
-    program = PROGRAM.format(starts=str(starts), actions=actions)
+    program = PROGRAM.format(starts=str(starts), actions=actions, settled=settled)
     return subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE), starts
 
 
@@ -59,6 +60,13 @@ def test_a_crash_is_restarted_until_there_were_too_many(tmp_path: Path, actions:
     assert len(set(starts.read_text().split())) == len(actions)
     assert output.count("restarting it") == len(actions) - 1
     assert ("crashed too often" in output) == (code > 3)
+
+
+@pytest.mark.parametrize(("before", "code"), [("", 128 + signal.SIGKILL), ("guard.joined(); ", 0)])
+def test_only_work_after_a_join_ends_a_row_of_crashes(tmp_path: Path, before: str, code: int) -> None:
+    process, _ = run(tmp_path, *[before + KILLED] * 3, "sys.exit(0)", settled=0.0)  # each lives for longer
+    process.communicate(timeout=30)
+    assert process.returncode == code
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

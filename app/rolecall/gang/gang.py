@@ -24,6 +24,7 @@ from rolecall.gang.protocol import (
     Budget,
     Cause,
     Directive,
+    DirectiveKind,
     Effect,
     Event,
     GangState,
@@ -518,7 +519,8 @@ class Gang:
             return Directive("leave", ordinal, epoch, role=role, reason="left")
         member = self.members.get(key)
         keeps = self._stays(key) and not (member and member.ends)
-        return Directive("detach" if keeps else "stop", ordinal, epoch, role=role, reason=self.reason)
+        kind: DirectiveKind = "detach" if keeps else "stop"
+        return Directive(kind, ordinal, epoch, role=role, reason=self.reason, begun=self.generation.number)
 
     def answer(self, key: Key, beat: Beat) -> Answer:
         """The answer to `beat` of the member `key`: what it must do now, as far as it does not know."""

@@ -64,7 +64,9 @@ class Member:
         self.exit_code: int | None = None
         self.retries = 0  # requests in a row that were not answered
         self.contact = now  # when the newest request was sent that was answered
+        self.abandoned = False  # it exits since rank 0 was restarted for too long, and no generation began
         self._coordinator = ""  # the incarnation that gave the newest directive
+        self._restarts_since = -1, now  # the last generation, and since when rank 0 was restarted without another one
         self._list: tuple[str, tuple[Key, ...]] = "", ()  # the newest list of members, by its name
         self._reported: Heartbeat | None = None  # the last that was answered
         self._taken = (0, 0), 0  # of the worker's part, how many losses the coordinator has taken
@@ -134,8 +136,11 @@ class Member:
             self._reported = None
             return beat.heartbeat is None  # renews no lease; the whole heartbeat follows
         if answer.directive is not None:
+            restarted = answer.coordinator != self._coordinator
             if not self._take(answer, answer.directive):
                 return False
+            if restarted:
+                self._judge_restart(answer.directive, now)
         elif not beat.known:
             return False
         if beat.heartbeat is not None:
@@ -146,6 +151,15 @@ class Member:
             self.over = True
             self.exit(self.directive.code)
         return True
+
+    def _judge_restart(self, directive: Directive, now: float) -> None:
+        """Another coordinator answers. Exits if they follow each other for longer than one may wait for the others."""
+        begun, since = self._restarts_since
+        if directive.kind not in ("stop", "detach") or directive.begun != begun:
+            self._restarts_since = directive.begun, now
+        elif now - since > self.rules.rejoin_timeout and self.exit_code is None:
+            self.abandoned = True
+            self.exit(USAGE)
 
     def heard(self, sent_at: float, answer: Answer, now: float) -> None:
         """The answer to a beat that a newer one has outdated: it only proves contact."""

@@ -198,7 +198,8 @@ class Directive:
     the generation has had, in order of rank; `lost` those that it goes on without; `joined` those that joined later and
     are not lost. A worker that `stays` is detached, not ended, if rank 0 is silent. `drain` asks rank 0's worker for a
     checkpoint. `busy` tells a member that is leaving not to give up the drain: rank 0's
-    worker is in a phase. `final`: the job stays failed when it is started again.
+    worker is in a phase. `final`: the job stays failed when it is started again. `begun` is the generation that began
+    last, for a member that has no part in it.
     """
 
     kind: DirectiveKind
@@ -217,6 +218,7 @@ class Directive:
     joined: tuple[Join, ...] = ()
     stays: bool = False
     listed: int = 0  # how many members the list has
+    begun: int = 0  # as it was when this directive was given
 
     @property
     def content(self) -> tuple[object, ...]:

@@ -64,6 +64,12 @@ class Heartbeats:
                 self._replies.take(post.result().queries, link.reply)
                 if not member.answered(beat, sent_at, post.result(), time.monotonic()):
                     error = TimeoutError("the answer came too late")
+                elif member.abandoned:
+                    s = self._settings
+                    self._log.error(
+                        f"MASTER_ADDR={s.master_addr}: rank 0 was restarted for over REJOIN_TIMEOUT="
+                        f"{s.rejoin_timeout:g} s, and no generation began; its log says why"
+                    )
             if error is not None:
                 self._fail(error)
             yield previous

@@ -25,7 +25,7 @@ from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
 from rolecall.gang.protocol import DETACH, FENCE, Directive, Heartbeat, name_of
-from rolecall.rank import collecting, endpoints, fork_server, queries, stack_query, stats, tasks
+from rolecall.rank import collecting, endpoints, fork_server, guard, queries, stack_query, stats, tasks
 from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
@@ -228,6 +228,7 @@ class Supervisor:
             await self.workers.carry_out(action)
             acknowledged = member.acknowledged
             member.action_done(action)
+            guard.joined()
             self._changed.set()
             if action.directive.kind == "leave":
                 self.log.info("left")

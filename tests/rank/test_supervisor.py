@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare.registry import Identity
 from rolecall.gang.protocol import Answer, Directive, WorkerStatus
-from rolecall.rank import tasks, worker_process
+from rolecall.rank import queries, tasks, worker_process
+from rolecall.rank.heartbeats import Heartbeats
+from rolecall.rank.link import Link
 from rolecall.rank.supervisor import Supervisor
+from rolecall.rank.worker_manager import WorkerManager
+from tests.ports import free_ports
 from tests.rank.test_attach import is_deaf, obeys
 from tests.rank.test_spares import JOB
 
@@ -68,3 +75,59 @@ def test_worker_leaves_its_generation_if_rank0_is_silent(
                 await asyncio.sleep(0.01)
 
     assert asyncio.run(play()) == left
+
+
+def test_members_are_answered_while_rank0_checks_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checking, checked = asyncio.Event(), asyncio.Event()
+
+    async def check(*_: Any) -> None:
+        checking.set()
+        await checked.wait()
+
+    async def refuse(_: queries.Question) -> None:
+        raise LookupError
+
+    monkeypatch.setattr(WorkerManager, "check", check)
+    monkeypatch.setattr(WorkerManager, "prepare", lambda _: None)
+    port, metrics_port = free_ports(2)
+    settings = Settings(
+        job="rl",
+        tls="off",
+        checkpoint_dir=tmp_path,
+        master_port=port,
+        port=port,
+        metrics_port=metrics_port,
+        bind_addr="127.0.0.1",
+        lease_seconds=1.5,
+        rejoin_timeout=1.0,
+    )
+    registry = CollectorRegistry()
+
+    async def play() -> None:
+        lead = Supervisor(JOB, settings, Identity("agent", 0), tmp_path, tunnel=None)
+        member = Supervisor(JOB, settings, Identity("observer", 1), tmp_path, tunnel=None).member
+        running = asyncio.create_task(lead.run())
+        try:
+            await checking.wait()
+            beats = Heartbeats(
+                settings,
+                member,
+                cast(WorkerManager, SimpleNamespace(status=WorkerStatus)),
+                metrics=telemetry.build(telemetry.SUPERVISOR, registry),
+                replies=queries.Replies(refuse),
+                changed=asyncio.Event(),
+            )
+            until = time.monotonic() + 2 * settings.rejoin_timeout
+            async with Link(settings, None) as link:
+                async for _ in beats.exchange(link):
+                    if time.monotonic() > until:
+                        break
+        finally:
+            lead._leave("the test")
+            checked.set()
+            await running
+        assert member.directive is not None
+        assert member.directive.kind == "detach"  # the job has not failed for lack of rank 0
+
+    asyncio.run(asyncio.wait_for(play(), DEADLINE))
+    assert registry.get_sample_value("rolecall_gang_unreachable_total") == 0

@@ -24,7 +24,7 @@ from rolecall.declare.describe import Description
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import OVER, Answer, Beat, Effect, Event, Key, RejectedError, Rules
 from rolecall.observe.doctor import diagnosis
-from rolecall.rank import endpoints, messages, queries
+from rolecall.rank import endpoints, messages, queries, tasks
 from rolecall.rank.run_files import LOG_REPEAT_SECONDS, RunFiles
 from rolecall.record.history import Record
 from rolecall.tunnel import keys
@@ -88,7 +88,7 @@ class Coordinator:
         self._revision = 0
         self._rests_until = float("-inf")
         self._stirred: asyncio.TimerHandle | None = None
-        self._closing = False
+        self._closing = self._checking = False
         self._logged_at = float("-inf")
         self._refused: dict[str, float] = {}  # what was logged of late, and when
         self._runner: web.AppRunner | None = None
@@ -127,6 +127,22 @@ class Coordinator:
             await web.UnixSite(self._runner, str(self._socket), backlog=1024).start()
         else:
             await endpoints.listen(self._runner, self.settings.bind_addr, self.settings.port, "PORT")
+
+    async def wait_for(self, check: Coroutine[Any, Any, None]) -> None:
+        """Waits for rank 0's `check` of the settings, before the loops. Members are answered meanwhile, and wait: the
+        gang does not count that time."""
+        self._checking = True
+        answering = asyncio.create_task(self._answer_forever())
+        try:
+            await check
+        finally:
+            self._checking = False
+            await tasks.cancel({answering})
+
+    async def _answer_forever(self) -> None:
+        while True:
+            self._answer_patient()
+            await asyncio.sleep(TICK_SECONDS)
 
     def crashed(self, key: Key) -> None:
         """The process of the rank `key` has exited."""
@@ -189,6 +205,8 @@ class Coordinator:
         if self._stirred:
             self._stirred.cancel()
             self._stirred = None
+        if self._checking:
+            return
         if effect := gang.tick(now):
             self._effects.put_nowait(effect)
         for event in gang.events:

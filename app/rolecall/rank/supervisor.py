@@ -115,7 +115,8 @@ class Supervisor:
                 self._coordinator = coordinator
                 self._signed_queries.start(coordinator.queries, coordinator.over)
                 self._site.start(coordinator)
-            await self._or_signal(self.workers.check(self.identity.role))
+            check = self.workers.check(self.identity.role)
+            await self._or_signal(coordinator.wait_for(check) if coordinator else check)
             if member.exit_code is not None:
                 return member.exit_code  # a signal came
             if self.is_rank0 and not self.run_pid:  # `rolecall run` says it itself

@@ -108,8 +108,8 @@ def test_lost_skip_leaves_the_peer_out(
     assert context.peers("observer") == [TWO]
     # the gang replaces it
     assert (supervisor.lost, wire.stuck) == (([ONE], {}) if error is GONE else ([], {"observer_0": str(LATE)}))
-    (given_up,) = [event for event in logged if event["event"] == "peer given up"]
-    assert (given_up["peer"], given_up["problem"]) == ("observer_0", str(error))
+    given_up = [(event["peer"], event["problem"]) for event in logged if event["event"] == "peer given up"]
+    assert given_up == ([] if error is GONE else [("observer_0", str(error))])  # rank 0's supervisor logs a loss
     context.call_all(Observer.double, 4)
     assert [to for to, *_ in wire.calls[2:]] == ["observer_1"]
 

@@ -221,7 +221,7 @@ class World:
 
 def written(effect: Effect) -> str:
     if effect.kind in ("begin", "join"):
-        joins = " with those that join" if effect.kind == "join" else ""
+        joins = ", members now" if effect.kind == "join" else ""
         return f"generation {effect.generation}{joins}: {text_of(effect.members)}"
     return f"FAILED: {effect.verdict.reason}" if effect.verdict else "DONE"
 

@@ -107,9 +107,9 @@ class Promises:
 
     def placed(self, generation: int, members: tuple[Key, ...]) -> None:
         """The members of a generation are about to be on the disk."""
-        for number, key, _ in self.attachments:
-            if number == generation and key not in members:
-                self.fail(f"the disk forgets that {name_of(key)} is in generation {generation}")
+        for worker in self.simulation.all_workers:
+            if worker.attached and worker.generation == generation and worker.key not in members:
+                self.fail(f"the disk forgets that {name_of(worker.key)} is in generation {generation}")
 
     def joins_again(self, key: Key, number: int) -> None:
         """The gang lets `key` begin its part `number` in the newest generation."""

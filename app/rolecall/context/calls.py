@@ -245,7 +245,7 @@ class Calls:
             raise PeerLostError(f"{peer.name} was lost")
         try:
             return answered.result()
-        except (PeerLostError, CallTimeoutError) as error:
+        except CallTimeoutError as error:
             self._group.logger.warning("peer given up", peer=peer.name, problem=str(error))
             raise
 

@@ -320,7 +320,8 @@ class Group:
         peer = next((peer for peer in self.members if peer.name == name), None)
         if peer is None or peer.role not in self._elastic or name in self.lost:
             return
-        self.logger.warning("peer given up", peer=name, problem=str(error))
+        # not a warning: the peer may have left in order, and rank 0's supervisor logs every loss with its cause
+        self.logger.debug("peer given up", peer=name, problem=str(error))
         if join > peer.join:  # the supervisor has not said yet that it is back
             self.supervision.report_lost(replace(peer, join=join))
         else:

@@ -24,7 +24,7 @@ class Admission:
     ) -> None:
         self._roles, self._rules, self._last, self._previous, self._events = roles, rules, last, previous, events
         before = {name: sum(key[0] == name for key in previous) for name in roles}
-        self._wanted = {name: (role.elastic and before[name]) or role.count for name, role in roles.items()}
+        self._wanted = {name: before[name] if role.elastic and previous else role.count for name, role in roles.items()}
         self._fenced_at = float("-inf")
         self._deaths: dict[Key, int] = {}
         self._until: dict[Key, float] = {}

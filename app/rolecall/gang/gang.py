@@ -24,7 +24,6 @@ from rolecall.gang.protocol import (
     Budget,
     Cause,
     Directive,
-    DirectiveKind,
     Effect,
     Event,
     GangState,
@@ -36,6 +35,7 @@ from rolecall.gang.protocol import (
     SharedSettings,
     Verdict,
     WorkerStatus,
+    end_of,
     name_of,
 )
 from rolecall.gang.roster import MemberRecord, Roster, same_node
@@ -201,7 +201,7 @@ class Gang:
         else:
             ended = f"the worker of {name_of(key)} ended: {worker.outcome}"
             reason = f"{name_of(key)} left the generation: {worker.error}" if worker.state == "ready" else ended
-            self._lose(key, worker.outcome, reason, now, _end_of(key, worker))
+            self._lose(key, worker.outcome, reason, now, end_of(key, worker))
 
     def _follow_joining(self, key: Key, part: Part, worker: WorkerStatus, now: float) -> None:
         """The worker of a member that joins."""
@@ -307,8 +307,7 @@ class Gang:
             case "draining":
                 self._check_drain(now)
             case "stopping":
-                # one that is silent for a lease, and so no member any more, has ended its own worker
-                if all(self.members[key].idle for key in self.generation.parts if key in self.members):
+                if all(map(self._has_stopped, self.generation.parts)):
                     self._enter("gathering", now)
         return None
 
@@ -401,8 +400,8 @@ class Gang:
 
     def _join(self, now: float) -> Effect | None:
         """Those that have joined are in, and those that are ready may join: in batches, since each member learns of
-        them. Returns the effect that puts the places of the latter on disk."""
-        joined = self.generation.join(now, self.budget)
+        them. Returns the effect that puts the places of the latter on disk, without those that have left in order."""
+        joined = self.generation.join(now, self.budget, self._has_stopped)
         if joined:
             self._admission.joined(joined, now)
             self._epochs.advance()
@@ -503,7 +502,7 @@ class Gang:
         return self._epochs.give(member, self._order(key))
 
     def _order(self, key: Key) -> Directive:
-        role, ordinal, epoch = *key, self._epochs.newest
+        role, ordinal, epoch, begun = *key, self._epochs.newest, self.generation.number
         if self.state == "finished" or self.state == "failed":
             over, reason = self.state, self.reason
             return Directive(over, ordinal, epoch, role=role, reason=reason, code=self.code, final=self.final)
@@ -519,8 +518,7 @@ class Gang:
             return Directive("leave", ordinal, epoch, role=role, reason="left")
         member = self.members.get(key)
         keeps = self._stays(key) and not (member and member.ends)
-        kind: DirectiveKind = "detach" if keeps else "stop"
-        return Directive(kind, ordinal, epoch, role=role, reason=self.reason, begun=self.generation.number)
+        return Directive("detach" if keeps else "stop", ordinal, epoch, role=role, reason=self.reason, begun=begun)
 
     def answer(self, key: Key, beat: Beat) -> Answer:
         """The answer to `beat` of the member `key`: what it must do now, as far as it does not know."""
@@ -586,6 +584,10 @@ class Gang:
             return None
         return self.generation.pending(key, self.members.get(key))
 
+    def _has_stopped(self, key: Key) -> bool:
+        """Whether `key` has no worker: one that was silent for a lease, and so is no member, has ended it."""
+        return key not in self.members or self.members[key].idle
+
     def _stays(self, key: Key) -> bool:
         return self.roles[key[0]].stays and key != self.rank0
 
@@ -594,9 +596,3 @@ class Gang:
 
     def _count(self, role: str) -> int:
         return self.generation.count(role) if self.state in ("running", "draining") else 0
-
-
-def _end_of(key: Key, worker: WorkerStatus) -> str:
-    """How a worker ended, in words."""
-    known = worker.error.splitlines()[0] if worker.error and worker.outcome in ("killed", "crashed", "stuck") else ""
-    return f"worker of {name_of(key)} {known or worker.outcome}"

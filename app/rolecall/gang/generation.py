@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -74,6 +74,7 @@ class Generation:
     def __post_init__(self) -> None:
         self.parts = {key: Part(incarnation) for key, incarnation in self.members.items()}
         self.batch: Effect | None = None  # puts the places of those that were ready on disk
+        self._absent = frozenset[Key]()  # of `keys`: those that have left, which the disk does not name any more
         self._joins_at = self.started  # when the next ones may join
         self._joins = 0
         self._list(tuple(self.members))
@@ -104,9 +105,10 @@ class Generation:
             return None
         return None if part.state in ("in", "lost") else part
 
-    def join(self, now: float, budget: Budget) -> dict[Key, float]:
+    def join(self, now: float, budget: Budget, has_stopped: Callable[[Key], bool]) -> dict[Key, float]:
         """Those whose workers have met the others' are in, and those that are ready may join once `batch` is on disk:
-        in batches, since each member learns of them. Returns the seconds that each took that is in now."""
+        in batches, since each member learns of them. A new coordinator does not wait for those that have left in order
+        and have stopped: `batch` is without them. Returns the seconds that each took that is in now."""
         joined: dict[Key, float] = {}
         if now < self._joins_at:
             return joined
@@ -115,17 +117,22 @@ class Generation:
                 part.state, joined[key] = "in", now - part.since
                 self.causes.pop(key, None)
         ready = tuple(key for key, part in self.parts.items() if part.state == "ready")
-        if self.batch is None and ready:
-            self.batch = Effect("join", self.number, tuple(dict.fromkeys((*self.keys, *ready))), budget=budget)
+        left = frozenset(key for key in self.lost_keys if self._has_left(key) and has_stopped(key))
+        if self.batch is None and (ready or left != self._absent):
+            there = (key for key in self.keys if key not in left)
+            self.batch = Effect("join", self.number, tuple(dict.fromkeys((*there, *ready))), budget=budget)
         if joined:
             self._list(self.keys)
         if joined or ready:
             self._joins_at = now + JOIN_SECONDS
         return joined
 
-    def begin_joining(self, keys: Iterable[Key]) -> None:
+    def _has_left(self, key: Key) -> bool:
+        return self.causes.get(key) == "left" and self.parts[key].state == "lost"
+
+    def begin_joining(self, keys: Collection[Key]) -> None:
         """The places of `keys` are on disk: the workers of those that are ready may meet the others'."""
-        self.batch = None
+        self.batch, self._absent = None, frozenset(self.keys).difference(keys)
         for key in keys:
             if (part := self.parts.get(key)) and part.state == "ready":
                 part.state = "joining"

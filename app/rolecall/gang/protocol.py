@@ -313,3 +313,9 @@ class RejectedError(Exception):
 def name_of(key: Key) -> str:
     """`observer 1` for ("observer", 1)."""
     return f"{key[0]} {key[1]}"
+
+
+def end_of(key: Key, worker: WorkerStatus) -> str:
+    """How a worker ended, in words."""
+    known = worker.error.splitlines()[0] if worker.error and worker.outcome in ("killed", "crashed", "stuck") else ""
+    return f"worker of {name_of(key)} {known or worker.outcome}"

@@ -214,8 +214,8 @@ class Coordinator:
         gang.events.clear()
         if gang.state == "gathering" and now - max(self._logged_at, gang.since) > LOG_REPEAT_SECONDS:
             self._logged_at = now
-            missing = ", ".join(gang.missing(now)) or "the disk"
-            self.log.info("waiting", missing=missing, deadline_s=self.settings.rejoin_timeout)
+            if missing := ", ".join(gang.missing(now)):  # else it is about to begin; what a disk lacks is logged apart
+                self.log.info("waiting", missing=missing, deadline_s=self.settings.rejoin_timeout)
         if gang.revision != self._revision:
             self._revision = gang.revision
             for key, waiting in list(self.waiting.items()):

@@ -207,4 +207,4 @@ def test_filling_a_share_may_take_a_phase(tmp_path: Path) -> None:
     whole = together(tmp_path, 2, step_timeout=5.0, phase_timeout=900.0)
     for _ in range(2):  # the first time the servers may be loading
         whole.start(0)
-    assert [float(each) for each in whole.context.transport.deadlines[2:]] == [1800.0, 1800.0]
+    assert [float(each) for each in whole.context.transport.deadlines[2:]] == [900.0, 900.0]

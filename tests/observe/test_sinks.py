@@ -181,7 +181,7 @@ def test_named_values_are_sent_if_there_are_sinks(tmp_path: Path, sinks: str, to
     context = contexts.make(tmp_path, supervisor, sinks=sinks)
     context.log(3, epoch=1, score=0.5, temperature=8.5, depth=2)
     assert supervisor.values == told
-    assert supervisor.records == [("score", 3, 0.5)]
+    assert supervisor.records == [("start", 0, 1), ("score", 3, 0.5)]
 
 
 def test_a_heartbeat_carries_named_values() -> None:

@@ -243,7 +243,7 @@ def test_a_peer_that_joins_again_is_connected_to_anew(wires: Wires, gate: Gate, 
     gate.gate(1).set()
     assert future.result(DEADLINE) == 1
     assert wires.call("a", "b", "echo", 2).result(DEADLINE) == 2
-    assert wires.wires["a"]._links["b"].join == 1
+    until(lambda: "b" in wires.wires["a"]._links and wires.wires["a"]._links["b"].join == 1, "the link to the new one")
     until(lambda: len(wires.wires["b"]._accepted) == 1, "the end of the other")
 
 

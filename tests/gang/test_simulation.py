@@ -102,6 +102,7 @@ SHOWN_BY = {
     "deaths are free": 21,
     "a new coordinator does not know what was spent": 72,
     "a verdict is forgotten": 58,
+    "a loss of an earlier part is believed": 10093,
     "a member that left by itself is not noticed": 1168,
     "one coordinator a directory": 206,
     "one writer a directory": 904,

@@ -71,6 +71,18 @@ def test_a_frozen_supervisor_delays_no_end(run: LocalRun) -> None:
     assert asyncio.run(play()) == INTERRUPTED
 
 
+def test_a_rank_that_comes_too_late_delays_no_end(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "EXIT_SECONDS", 2 * DEADLINE)
+
+    async def play() -> int:
+        over = asyncio.create_task(run.run())
+        await up(run, 3)
+        os.kill(run.ranks[0].pid, signal.SIGTERM)  # the job has finished; the others know nothing of it
+        return await asyncio.wait_for(over, DEADLINE)
+
+    assert asyncio.run(play()) == 0
+
+
 def test_ranks_are_added_and_dropped(run: LocalRun) -> None:
     async def play() -> int:
         with pytest.raises(UsageError, match=r"^agent 0: .*it is starting"):

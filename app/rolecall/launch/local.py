@@ -32,6 +32,7 @@ from rolecall.record import rundir
 from rolecall.tunnel import keys
 
 ANSWER_SECONDS = 5.0  # for a supervisor to answer
+INFORMED_SECONDS = 1.0  # for the ranks that rank 0 has told of the end to exit
 EXIT_SECONDS = 10.0  # for the other ranks to exit after the first
 CRASH_REPORT_SECONDS = 1.0  # for rank 0 to reply to the report of a crash
 
@@ -249,6 +250,10 @@ class LocalRun:
             frozen = asyncio.create_task(self._frozen(rank0))
             await _wait({rank0, frozen}, signalled, grace, any_of=True)
             frozen.cancel()
+        elif rank0.done() and not refused:
+            await _wait({*self._tasks.values()}, signalled, INFORMED_SECONDS)
+            for rank in self.ranks:  # one that came too late to learn of the end would wait for another rank 0
+                rank.stop(drain=not interrupted.done())
         if pending := {task for task in self._tasks.values() if not task.done()}:
             await _wait(pending, signalled, EXIT_SECONDS)
         code = INTERRUPTED if interrupted.done() else next((code for code in codes if code), 0)

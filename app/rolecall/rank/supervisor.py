@@ -142,7 +142,11 @@ class Supervisor:
             elif member.acknowledged:
                 while coordinator and not member.exits(coordinator.gang.settled(time.monotonic())):
                     await self._or_signal(asyncio.sleep(TICK_SECONDS))
-                await self._or_signal(self._scrapes.once_more())
+                scraped = self._scrapes.once_more()
+                if self.run_pid and not coordinator:  # `rolecall run` signals those that outlive rank 0
+                    await scraped
+                else:
+                    await self._or_signal(scraped)
             if collected:
                 await collected
             if report:

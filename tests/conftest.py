@@ -16,6 +16,7 @@ from structlog.typing import EventDict
 from rolecall.checkpoint import saving
 from rolecall.context import progress
 from rolecall.context.context import Context
+from rolecall.wire.session import Session
 from tests.context import contexts
 from tests.context.contexts import Clock, Supervisor
 
@@ -25,6 +26,21 @@ def logging_as_it_was() -> Iterator[None]:
     """A command that is called in this process logs to streams that end with its test."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def sessions_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A session that a test began is over after it, and with it the threads of its wire."""
+    sessions, init = list[Session](), Session.__init__
+
+    def begin(session: Session, *arguments: Any, **keywords: Any) -> None:
+        init(session, *arguments, **keywords)
+        sessions.append(session)
+
+    monkeypatch.setattr(Session, "__init__", begin)
+    yield
+    for session in sessions:
+        session.end()
 
 
 @pytest.fixture(scope="session")

@@ -135,7 +135,7 @@ class Run:
         return step
 
     def part(self, rank: str, part: str) -> psutil.Process | None:
-        """The process of a part of the rank, such as the worker of "member 0"."""
+        """The process of a part of the rank, such as the worker of "member_0"."""
         title = f"stay_job {rank} {part}"
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -232,15 +232,15 @@ def events(tree: Path, scale: Scale, on: On) -> dict[str, float]:
 
         loads, generation = len(job.loads), job.steps[-1].generation
         on("rank 0's worker is killed")
-        killed = job.kill("lead 0", "worker")
+        killed = job.kill("lead_0", "worker")
         found["rank0_worker_s"] = job.wait_for(1, killed, generation).at - killed
         job.calm()
 
         on("rank 0 is killed")
-        old, generation = job.part("lead 0", "supervisor"), job.steps[-1].generation
-        job.kill("lead 0", "supervisor")
+        old, generation = job.part("lead_0", "supervisor"), job.steps[-1].generation
+        job.kill("lead_0", "supervisor")
         again: psutil.Process = job.until(
-            lambda: (found := job.part("lead 0", "supervisor")) != old and found, "rank 0's restart"
+            lambda: (found := job.part("lead_0", "supervisor")) != old and found, "rank 0's restart"
         )
         restarted = again.create_time() - time.time() + time.monotonic()
         found["rank0_s"] = job.wait_for(1, restarted, generation).at - restarted
@@ -248,7 +248,7 @@ def events(tree: Path, scale: Scale, on: On) -> dict[str, float]:
         found["reloads"] = len(job.loads) - loads
 
         on("a member's worker is killed")
-        killed = job.kill("member 1", "worker")
+        killed = job.kill("member_1", "worker")
         job.wait_for(MEMBERS - 1, killed)
         found[BACK] = job.wait_for(MEMBERS, killed + 1.0).at - killed
         found["loss_stall_s"] = job.stall(killed)
@@ -261,7 +261,7 @@ def spare(tree: Path, scale: Scale, on: On) -> dict[str, float]:
         on("members and spares load")
         job.until(lambda: len(job.loads) >= 2 * MEMBERS, "spares")
         job.calm()
-        killed = job.kill("member 1", "worker")
+        killed = job.kill("member_1", "worker")
         job.wait_for(MEMBERS - 1, killed)
         return {"spare_s": job.wait_for(MEMBERS, killed + PERIOD).at - killed}
 
@@ -280,7 +280,7 @@ def goodput(tree: Path, scale: Scale, on: On) -> dict[str, float]:
         first = time.monotonic()
         kills = 0
         while (now := time.monotonic()) < first + scale.kills_seconds:
-            victim = dice.choice([*(f"member {number}" for number in range(MEMBERS)), "lead 0"])
+            victim = dice.choice([*(f"member_{number}" for number in range(MEMBERS)), "lead_0"])
             on(f"kill {kills + 1}: the worker of {victim}")
             job.kill(victim, "worker")
             kills += 1

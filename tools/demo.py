@@ -28,9 +28,9 @@ COMMAND = "rolecall run rl --num-envs 16 --rollout-steps 256 --checkpoint-interv
 SCORE, GOAL = "rolecall_score", "rolecall_goal"
 # when this score is reached: the rank, whether all of its processes are killed or its worker only, and what follows
 KILLS = (
-    (80.0, "observer 1", True, "the others train on"),
-    (260.0, "agent 0", False, "next generation, newest checkpoint"),
-    (400.0, "agent 0", True, "rank 0 restarts and resumes"),
+    (80.0, "observer_1", True, "the others train on"),
+    (260.0, "agent_0", False, "next generation, newest checkpoint"),
+    (400.0, "agent_0", True, "rank 0 restarts and resumes"),
 )
 DEADLINE = 300.0  # of a recording, in seconds
 PERIOD = 0.1  # between two looks
@@ -70,7 +70,7 @@ def record() -> Recording:
                     raise RuntimeError(f"the run has not finished after {DEADLINE:g} s")
                 time.sleep(PERIOD)
                 samples = look(directory)
-                score = samples.get("agent 0", {}).get(SCORE, math.nan)
+                score = samples.get("agent_0", {}).get(SCORE, math.nan)
                 if math.isnan(began) and score > 0:
                     began = time.monotonic()
                 if math.isnan(began):
@@ -110,7 +110,7 @@ def look(directory: Path) -> dict[str, dict[str, float]]:
 
 def add(recording: Recording, now: float, score: float, samples: dict[str, dict[str, float]]) -> None:
     """Adds what changed to `recording`."""
-    recording.goal = samples.get("agent 0", {}).get(GOAL, recording.goal)
+    recording.goal = samples.get("agent_0", {}).get(GOAL, recording.goal)
     curve = recording.curve
     if not math.isnan(score) and (not curve or curve[-1][1] != round(score, 1)):
         curve.append((now, round(score, 1)))

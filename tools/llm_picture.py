@@ -24,7 +24,7 @@ from tools.ranks import kill, urls_of
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "llm.svg"
 COMMAND = "rolecall run examples/grpo.py --checkpoint-interval 2"
 KILL_SECONDS = 20.0
-VICTIMS = ("learner 0", "generator 0", "reward 0", "generator 1", "learner 0", "reward 1")
+VICTIMS = ("learner_0", "generator_0", "reward_0", "generator_1", "learner_0", "reward_1")
 TAUGHT = 200  # updates by examples, the setting's default
 DEADLINE = 600.0  # of a run, in seconds
 ORDERLY = ("finished", "drained", "left")  # causes that are no kill's
@@ -66,7 +66,7 @@ def kills_of(run: History) -> list[Kill]:
         before = [start for start in run.starts if start.time <= event.time]
         if before and event.what in ("ended", "lost") and event.cause not in ORDERLY:
             seconds = before[-1].seconds + event.time - before[-1].time
-            member = re.search(r"(\w+) \d", event.reason)  # "the worker of generator 1 ended: killed"
+            member = re.search(r"(\w+)_\d", event.reason)  # "the worker of generator_1 ended: killed"
             kills.append(Kill(seconds, member[1] if member else event.what))
     return kills
 

@@ -27,7 +27,7 @@ COMMAND = (
     "rolecall run rl --plain --observers 4 --num-envs 8 --rollout-steps 128 --checkpoint-interval 1 --rejoin-interval 2"
 )
 # when this score is reached: the rank, and whether all of its processes are killed or its worker only
-KILLS = ((60.0, "observer 1", False), (150.0, "agent 0", False), (260.0, "observer 3", True))
+KILLS = ((60.0, "observer_1", False), (150.0, "agent_0", False), (260.0, "observer_3", True))
 SHOWN = 340.0  # the score at which the picture is taken
 DEADLINE = 240.0  # seconds
 WIDTH = 1200  # pixels

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import psutil
 import setproctitle
 
+from rolecall.gang.protocol import name_of
+
 FIRST_USER, NOBODY = 1000, 65534  # lower user ids, and the second, belong to services
 NO_LOGIN = ("nologin", "false")  # shells
 LOGIN_SERVICES = ("systemd-logind", "elogind", "sshd")  # a container has none of them
@@ -94,8 +96,8 @@ def minor(version: str) -> str:
 
 
 def name_process(job: str, role: str, ordinal: int | None, part: str) -> None:
-    """Sets this process's title, such as `rolecall: rl observer 1 worker`."""
-    words = (job, role, "" if ordinal is None else str(ordinal), part)
+    """Sets this process's title, such as `rolecall: rl observer_1 worker`."""
+    words = (job, role if ordinal is None else name_of((role, ordinal)), part)
     _set_title(TITLE + " ".join(word for word in words if word))
 
 

@@ -14,8 +14,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 RECORDING = Recording(
     curve=[(0.0, 1.0), (2.0, 90.0), (2.0, 95.0), (5.5, 300.0), (9.0, 476.0)],
     goal=475.0,
-    states={"agent 0": [(0.0, "running"), (4.0, "starting"), (5.0, "running"), (9.5, "down")]},
-    kills=[(4.0, "agent 0's worker", "next generation")],
+    states={"agent_0": [(0.0, "running"), (4.0, "starting"), (5.0, "running"), (9.5, "down")]},
+    kills=[(4.0, "agent_0's worker", "next generation")],
 )
 
 

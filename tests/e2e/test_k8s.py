@@ -100,7 +100,7 @@ def test_two_copies_side_by_side_and_a_rank_0_that_moves_to_a_slow_disk(started:
     docker("rm", "--force", taken)
     # a rank of the copy that is led to this one is refused, and replaces nobody
     stray = one.create(observer, "observer-2", INSTANCE="b-rl")
-    until(lambda: "observer 2 has INSTANCE=b-rl, rank 0 has INSTANCE=rl" in stray.logs(), "the refusal", DEADLINE)
+    until(lambda: "observer_2 has INSTANCE=b-rl, rank 0 has INSTANCE=rl" in stray.logs(), "the refusal", DEADLINE)
     docker("rm", "--force", stray.name)
     # its disk hangs for longer than a lease, and a liveness probe's patience: nobody takes it for dead
     until(lambda: one.rank0.metric("checkpoint_seconds_count") > 0, "a checkpoint")

@@ -172,7 +172,7 @@ def test_a_killed_rank_makes_its_alert_pending(clusters: dict[str, Cluster], wat
     assert OF_ALERTS
     for query in OF_ALERTS:
         until(lambda query=query: watched.ask(filled(query)), f"an answer to {query}")
-    assert alert["annotations"]["summary"] == "trainer 1 of ps is down"
+    assert alert["annotations"]["summary"] == "trainer_1 of ps is down"
     # and rank 0 of the other job
     clusters["rl"].first.kill()
     until(lambda: [one for one in watched.alerts("RolecallGangIncomplete") if "role" not in one["labels"]], "the alert")

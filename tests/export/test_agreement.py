@@ -30,7 +30,7 @@ def refused(**changes: Any) -> RejectedError:
 
 def test_the_difference_is_named() -> None:
     text = str(refused(settings={**OURS.values, "BATCH_SIZE": 64}))
-    assert text.startswith("trainer 1 has BATCH_SIZE=64, rank 0 has BATCH_SIZE=32; give every rank the same settings")
+    assert text.startswith("trainer_1 has BATCH_SIZE=64, rank 0 has BATCH_SIZE=32; give every rank the same settings")
     text = str(refused(settings={**OURS.values, "BATCH_SIZE": 64, "LR": 0.2}, ordinal=None))
     assert text.startswith("trainer on here has BATCH_SIZE=64, LR=0.2, rank 0 has BATCH_SIZE=32, LR=0.1; ")
     text = str(refused(settings={"A": "x" * 1000, "B": 1, "C": None}))
@@ -40,7 +40,7 @@ def test_the_difference_is_named() -> None:
 
 @pytest.mark.parametrize("settings", [None, OURS.values, {}])
 def test_a_difference_that_is_not_known_is_refused_all_the_same(settings: dict[str, Any] | None) -> None:
-    assert "trainer 1 has " in str(refused(settings=settings))
+    assert "trainer_1 has " in str(refused(settings=settings))
 
 
 def test_values_travel_only_while_the_coordinator_has_not_answered() -> None:

@@ -28,24 +28,24 @@ def test_budget_is_written_with_a_generation() -> None:
     play = spent(Rules(max_restarts=5, longest_pause=3.0), Budget(), KILLED, deaths=3)
     budget = play.effects[-1].budget
     assert (budget.step, budget.fruitless) == (7, 3)
-    assert budget.seen == {f"worker of trainer 0 {KILLED}": 3}
+    assert budget.seen == {f"worker of trainer_0 {KILLED}": 3}
     assert budget.seconds == 6.0
 
 
 def test_new_coordinator_goes_on_with_the_budget() -> None:
-    left = Budget(7, 0, 4, 10.0, {f"worker of trainer 0 {KILLED}": 4})
+    left = Budget(7, 0, 4, 10.0, {f"worker of trainer_0 {KILLED}": 4})
     play = spent(Rules(max_restarts=5, longest_pause=5.0), left, KILLED, deaths=1)
-    assert play.gang.reason == "worker of trainer 0 killed by SIGKILL 5 times at step 7; out of memory?"
+    assert play.gang.reason == "worker of trainer_0 killed by SIGKILL 5 times at step 7; out of memory?"
 
 
 def test_budget_spent_by_memory_is_renewed_at_the_next_start() -> None:
     memory = "killed by SIGKILL; out of memory (limit 260 MiB, peak 260 MiB)"
-    left = after_restart(Budget(7, 0, 4, 10.0, {f"worker of trainer 0 {memory}": 4}), 0, killed=True)
+    left = after_restart(Budget(7, 0, 4, 10.0, {f"worker of trainer_0 {memory}": 4}), 0, killed=True)
     assert spent(Rules(max_restarts=5, longest_pause=5.0), left, memory, deaths=1).gang.state == "running"
 
 
 def test_killed_rank_0_counts_unless_the_checkpoint_is_another() -> None:
-    spent = Budget(312, 300, 4, 10.0, {"trainer 0 was started again": 4})
+    spent = Budget(312, 300, 4, 10.0, {"trainer_0 was started again": 4})
     assert after_restart(spent, 300, killed=False) == spent
     assert after_restart(spent, 300, killed=True).fruitless == 5
     assert after_restart(spent, 310, killed=True) == Budget(310, 310)

@@ -48,10 +48,10 @@ def test_unpack_inverts_pack(keys: list[Key]) -> None:
 def test_ranges() -> None:
     keys = [("lead", 0), *(("elastic", n) for n in (0, 1, 2, 5, 7, 8))]
     assert pack(keys) == (("lead", "0"), ("elastic", "0-2,5,7-8"))
-    assert text_of(keys) == "lead 0, elastic 0-2, elastic 5, elastic 7-8"
+    assert text_of(keys) == "lead_0, elastic_0-2, elastic_5, elastic_7-8"
     assert pack([]) == ()
     holes = [("elastic", 2 * n) for n in range(MAX_RANGES_IN_TEXT + 3)]
-    assert text_of(holes).endswith(f"elastic {2 * MAX_RANGES_IN_TEXT - 2} and 3 more")
+    assert text_of(holes).endswith(f"elastic_{2 * MAX_RANGES_IN_TEXT - 2} and 3 more")
 
 
 # ---- sizes

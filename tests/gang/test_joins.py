@@ -49,7 +49,7 @@ def test_a_join_has_its_seconds() -> None:
     assert not events(play, "joined")
     meets(play, newcomer)
     (joined,) = events(play, "joined")
-    assert joined.members == "observer 1"
+    assert joined.members == "observer_1"
     assert joined.joins == (joined.seconds,)
     assert 7.0 <= joined.seconds <= 8.5
     assert not play.gang.joining
@@ -76,12 +76,12 @@ def test_a_replaced_member_is_lost_and_joins_again() -> None:
     agent.sends(lost_peers=(LostPeer(Part("observer", 0), replace=True),))
     play.tick()
     (lost,) = events(play, "lost")
-    assert (lost.cause, lost.reason) == ("replaced", "agent 0 wants another worker of observer 0")
+    assert (lost.cause, lost.reason) == ("replaced", "agent_0 wants another worker of observer_0")
     assert play.gang.generation.causes == {observer.key: "replaced"}
     assert observer.directive.kind == "stop"
     loads(play, observer, 2.0)
     meets(play, observer)
-    assert [event.members for event in events(play, "joined")] == ["observer 1", "observer 0"]
+    assert [event.members for event in events(play, "joined")] == ["observer_1", "observer_0"]
     assert not play.gang.generation.causes
 
 

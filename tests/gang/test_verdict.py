@@ -27,7 +27,7 @@ from tests.loops import in_a_loop
 from tests.ports import free_ports
 
 NODE = "agent-0:8000"
-REASON = "worker of observer 0 killed by SIGKILL 5 times at step 312; out of memory?"
+REASON = "worker of observer_0 killed by SIGKILL 5 times at step 312; out of memory?"
 VERDICT = Verdict(REASON, FAILED)
 
 
@@ -134,7 +134,7 @@ async def test_a_finished_job_says_how_it_goes_on(tmp_path: Path, capsys: pytest
 
 @in_a_loop
 async def test_the_budget_outlives_rank_0(tmp_path: Path) -> None:
-    spent = Budget(312, 0, 3, 8.0, {"trainer 0 was started again": 3})
+    spent = Budget(312, 0, 3, 8.0, {"trainer_0 was started again": 3})
     async with rank_0(tmp_path) as lead:
         assert await lead.files.persist(Effect("begin", 1, (("agent", 0),), budget=spent))
     async with rank_0(tmp_path) as lead:  # rank 0 was killed

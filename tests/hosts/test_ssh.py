@@ -139,13 +139,13 @@ def test_a_run_on_four_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None
             assert token not in " ".join(process.cmdline())
             assert token.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
     assert not [file for name in NAMES for file in hosts.homes[name].rglob("*token*")]
-    assert "starting worker 5" in run.call("scale", "worker=6")
-    assert "worker 0: has no process 'decoder'; its parts are: supervisor, " in run.call(
+    assert "starting worker_5" in run.call("scale", "worker=6")
+    assert "worker_0: has no process 'decoder'; its parts are: supervisor, " in run.call(
         "kill", "worker_0", "--part", "decoder"
     )
-    assert re.search(r"killed worker 0 on b: worker \d+\n", run.call("kill", "worker_0", "--part", "worker"))
-    assert re.search(r"killed worker 1 on c: supervisor \d+, .*worker \d+", run.call("kill", "worker_1"))
-    run.until(lambda: "worker 1 crashed (SIGKILL), restarting it" in run.shown)
+    assert re.search(r"killed worker_0 on b: worker \d+\n", run.call("kill", "worker_0", "--part", "worker"))
+    assert re.search(r"killed worker_1 on c: supervisor \d+, .*worker \d+", run.call("kill", "worker_1"))
+    run.until(lambda: "worker_1 crashed (SIGKILL), restarting it" in run.shown)
     run.until(lambda: len(re.findall(r"gang joined.*worker", run.shown)) >= 2)
     assert run.end(signal.SIGINT) == INTERRUPTED
     assert list((hosts.homes["a"] / "kept").glob("checkpoint-*"))
@@ -162,10 +162,10 @@ def test_a_cut_host_ends_its_ranks_and_gets_them_again(hosts: SshHosts, start: C
         assert not hosts.left("c")
         before = run.step()
         run.until(lambda: run.step() > before + 10)
-        run.until(lambda: "worker 1: lost with c, starts again when that is back" in run.shown)
+        run.until(lambda: "worker_1: lost with c, starts again when that is back" in run.shown)
     finally:
         hosts.network.heal("c")
-    run.until(lambda: re.search(r"gang joined.*worker 1", run.shown) is not None)
+    run.until(lambda: re.search(r"gang joined.*worker_1", run.shown) is not None)
     assert run.end(signal.SIGTERM) == INTERRUPTED
     nothing_is_left(hosts, run)
 

@@ -1,4 +1,4 @@
-"""A job whose ranks wait for each other for ever, in the way that KIND says; with `lock`, worker 1 holds the GIL."""
+"""A job whose ranks wait for each other for ever, in the way that KIND says; with `lock`, worker_1 holds the GIL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Deadlocked(Settings):
 
 
 class Lead:
-    """Rank 0's: holds a lock while it calls worker 0, which calls back; or has all its threads taken by calls."""
+    """Rank 0's: holds a lock while it calls worker_0, which calls back; or has all its threads taken by calls."""
 
     def __init__(self, context: Context[Deadlocked]) -> None:
         self.context, self.meet = context, threading.Barrier(CALLS)
@@ -59,17 +59,17 @@ class Worker:
 
     @remote
     def ask_back(self) -> int:
-        """At worker 0: calls the lead while that waits for it; another thread waits for worker 1."""
+        """At worker_0: calls the lead while that waits for it; another thread waits for worker_1."""
         threading.Thread(target=self.ask_aside, daemon=True).start()
         return self.context.call("lead_0", Lead.take_lock).result()
 
     def ask_aside(self) -> None:
-        """In another thread: waits for worker 1."""
+        """In another thread: waits for worker_1."""
         self.context.wait_all([self.context.call("worker_1", Worker.hold_the_gil)])
 
     @remote
     def crowd(self) -> list[int]:
-        """At worker 0: has more of the lead's methods call back than the lead has threads for."""
+        """At worker_0: has more of the lead's methods call back than the lead has threads for."""
         return self.context.wait_all([self.context.call("lead_0", Lead.ask_worker) for _ in range(CALLS)])
 
     @remote
@@ -79,7 +79,7 @@ class Worker:
 
     @remote
     def hold_the_gil(self) -> None:
-        """At worker 1: waits in C for ever, and lets no other thread run."""
+        """At worker_1: waits in C for ever, and lets no other thread run."""
         while True:
             ctypes.PyDLL(None).sleep(600)
 

@@ -1,4 +1,4 @@
-"""A job of which worker 0 hangs in the fourth step, in a call as KIND says."""
+"""A job of which worker_0 hangs in the fourth step, in a call as KIND says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Worker:
 
     @remote
     def hang(self, step: int) -> None:
-        """Hangs from the fourth step on, at worker 0."""
+        """Hangs from the fourth step on, at worker_0."""
         if step > 3 and self.ordinal == 0:
             threading.Event().wait()
 

@@ -93,7 +93,7 @@ def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     both, watching = [run(tmp_path / name, LOG_INTERVAL="1") for name in ("one", "two")], None
     try:
         for name in ("one", "two"):
-            log = tmp_path / name / "logs" / "agent-0.log"
+            log = tmp_path / name / "logs" / "agent_0.log"
             until(lambda log=log: log.exists() and "Episode 1\t" in log.read_text(), f"{name} to train")
         processes = [child for process in both for child in descendants(process)]
         assert len(processes) >= 2 * 2 * 2
@@ -190,7 +190,7 @@ def test_a_wrong_token_and_another_copy_are_refused_and_the_gang_trains_on(clust
     copy.log = job.directory / "copy.log"
     assert copy.start().wait() == 2
     job.ranks.pop(copy.name)
-    assert "observer 0 has INSTANCE=two, rank 0 has INSTANCE=one" in copy.text()
+    assert "observer_0 has INSTANCE=two, rank 0 has INSTANCE=one" in copy.text()
     guess = "a-guess-of-the-right-length"
     stranger = job.add("observer", 5, JOB_TOKEN=guess).start()
     assert stranger.wait() == 2

@@ -88,7 +88,7 @@ def test_ranks_without_a_role_are_given_one_and_those_with_another_file_none(
     until(lambda: ranks[0].metric("gang_members", role="thrower") == 2, "both throwers")
     assert ranks[0].metric("rank_info", job="dartboard", role="lead", ordinal="0", version=rolecall.__version__) == 1
     places = {name for rank in ranks[1:] for name in rank.text().split("assigned='")[1:]}
-    assert {place[:9] for place in places} == {"thrower 0", "thrower 1"}
+    assert {place[:9] for place in places} == {"thrower_0", "thrower_1"}
     other = tmp_path / "other" / FILE.name
     other.parent.mkdir()
     other.write_text(TEXT + "\n# changed\n")
@@ -117,17 +117,17 @@ def test_a_file_is_run_scaled_and_listed(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
     )
     try:
-        log = tmp_path / "run" / "logs" / "lead-0.log"
+        log = tmp_path / "run" / "logs" / "lead_0.log"
         until(lambda: log.exists() and "step 10\t" in log.read_text(), "ten rounds")
         scaled = command(tmp_path, "scale", "run", "thrower=2")
-        assert (scaled.returncode, scaled.stdout) == (0, "rolecall: starting thrower 1\n"), scaled.stderr
+        assert (scaled.returncode, scaled.stdout) == (0, "rolecall: starting thrower_1\n"), scaled.stderr
         until(lambda: "gang joined" in log.read_text(), "the new rank to join")
         listed = command(tmp_path, "ps", "run")
         rows = [row.split()[:3] for row in listed.stdout.splitlines()[1:]]
         for rank in ("lead_0", "thrower_0", "thrower_1"):
             assert {"supervisor", "fork-server", "tunnel", "worker"} <= {part for name, part, _ in rows if name == rank}
         titles = {psutil.Process(int(pid)).cmdline()[0].strip() for _, part, pid in rows if part == "supervisor"}
-        assert "rolecall: dartboard thrower 1 supervisor" in titles
+        assert "rolecall: dartboard thrower_1 supervisor" in titles
         (tmp_path / "run" / "files" / "stop").write_text("")
         out, err = run.communicate(timeout=DEADLINE)
     finally:
@@ -227,7 +227,7 @@ HANGING = ROOT / "tests" / "integration" / "hanging.py"
 
 @pytest.mark.parametrize("kind", ["role", "future"])
 def test_a_call_that_hangs_is_a_failure_with_evidence(cluster: MakeCluster, kind: str) -> None:
-    """The step is made without worker 0, or ends the generation; either way it counts."""
+    """The step is made without worker_0, or ends the generation; either way it counts."""
     job = cluster(JOB=str(HANGING), KIND=kind, RPC_TIMEOUT="0.5", PHASE_TIMEOUT="20", MAX_FAILURES="1")
     job.start(2, described=True)
     assert [rank.wait() for rank in job.ranks.values()] == [3, 3, 3]
@@ -274,7 +274,7 @@ def test_a_worker_that_is_always_killed_fails_the_job_until_a_setting_changes(
 ) -> None:
     (tmp_path / FILE.name).write_text(TEXT.replace("        context.log(", KILLS))
     job = cluster(JOB=str(tmp_path / FILE.name), MAX_RESTARTS="2", ON_FINISH="linger").start(1, described=True)
-    says = "worker of lead 0 killed by SIGKILL 2 times at step "
+    says = "worker of lead_0 killed by SIGKILL 2 times at step "
 
     def lingers(count: int) -> None:
         for rank in job.ranks.values():

@@ -44,7 +44,7 @@ def test_the_page_of_a_run_under_way(kept: Cluster) -> None:
     stream = events_of(agent)
     first = next(stream)
     assert (first["live"], first["state"], first["job"]["job"]) == (True, "running", "rl")
-    assert {rank["name"] for rank in first["ranks"]} == {"agent 0", "observer 0", "observer 1"}
+    assert {rank["name"] for rank in first["ranks"]} == {"agent_0", "observer_0", "observer_1"}
     assert next(event["step"] for event in stream if event.get("step", 0) > first["step"])
     links = next(event["links"] for event in stream if any(link["calls"] for link in event.get("links", ())))
     act = {link["method"]: link for link in links}["act"]
@@ -66,7 +66,7 @@ def test_the_page_of_a_run_under_way(kept: Cluster) -> None:
     assert TOKEN not in json.dumps(one)
     status, text = kept.observer(0).get("/")
     assert (status, text.count("\n")) == (404, 1)
-    assert "METRICS_PORT of agent 0" in text
+    assert "METRICS_PORT of agent_0" in text
 
 
 def test_a_browser_shows_it_and_drains_it(cluster: MakeCluster) -> None:
@@ -85,7 +85,7 @@ def test_a_browser_shows_it_and_drains_it(cluster: MakeCluster) -> None:
         assert not page.query_selector("#drain")
 
         job.observer(1).kill_worker()
-        page.wait_for_selector("#errors li >> text=/observer 1.*worker ended/")
+        page.wait_for_selector("#errors li >> text=/observer_1.*worker ended/")
         page.wait_for_selector("#line li >> text=/lost a rank|ended: (killed|unreachable)/")
 
         colours = []
@@ -110,11 +110,11 @@ def test_a_browser_shows_it_and_drains_it(cluster: MakeCluster) -> None:
         assert TOKEN not in page.content()
         page.click("#map .rank >> nth=1")
         page.click("dialog >> text=Take its stacks")
-        page.wait_for_selector("dialog pre >> text=/observer 0/")
-        assert "agent 0: running" not in page.inner_text("dialog pre")
+        page.wait_for_selector("dialog pre >> text=/observer_0/")
+        assert "agent_0: running" not in page.inner_text("dialog pre")
         page.keyboard.press("Escape")
         page.click("text=Stacks of all ranks")
-        page.wait_for_selector("dialog pre >> text=/agent 0[^]*observer 1[^]*wait/")
+        page.wait_for_selector("dialog pre >> text=/agent_0[^]*observer_1[^]*wait/")
         page.keyboard.press("Escape")
         page.click("#drain")
         page.keyboard.press("Tab")  # the question is answered without a mouse

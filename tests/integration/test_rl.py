@@ -196,5 +196,5 @@ def test_environments_that_always_hang_fail_the_job(cluster: MakeCluster) -> Non
     job = cluster(ENV_ID=env_id, ENV_TIMEOUT="1", REJOIN_INTERVAL="0.1", ROLLOUT_STEPS="64").start(1)
     assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
     for rank in job.ranks.values():
-        assert re.search(rf"job failed.*observer 0: ENV_ID={env_id}: {WHERE}: {WHAT['hang']}", rank.text())
+        assert re.search(rf"job failed.*observer_0: ENV_ID={env_id}: {WHERE}: {WHAT['hang']}", rank.text())
         assert "Traceback" not in rank.text()

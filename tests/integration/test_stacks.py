@@ -45,24 +45,24 @@ def ask(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_a_lock_and_a_call_back_are_a_deadlock_while_another_rank_holds_the_gil(ask: Any) -> None:
     asked = ask("lock")
     text = asked("deadlock:")
-    assert "deadlock: lead 0 > worker 0 > lead 0\n" in text
+    assert "deadlock: lead_0 > worker_0 > lead_0\n" in text
     assert (
-        "serves take_lock for worker 0: waits for the lock LOCK\n    Lead.take_lock (tests/integration/deadlocked.py:"
+        "serves take_lock for worker_0: waits for the lock LOCK\n    Lead.take_lock (tests/integration/deadlocked.py:"
         in text
     )
-    assert "s for lead 0 (take_lock)\n" in text
-    text = asked("worker 1: no heartbeat for", "worker-1")
-    assert "lead 0: running" not in text
-    assert "  serves hold_the_gil for worker 0: " in text
+    assert "s for lead_0 (take_lock)\n" in text
+    text = asked("worker_1: no heartbeat for", "worker-1")
+    assert "lead_0: running" not in text
+    assert "  serves hold_the_gil for worker_0: " in text
     assert "holds the GIL\n    Worker.hold_the_gil (" in text
     assert "s: a thread holds the GIL" in text
     reply = json.loads(asked("deadlocks", "worker", "--json"))
-    assert reply["deadlocks"] == [["lead 0", "worker 0", "lead 0"]]
-    assert [*reply["ranks"]] == ["worker 0", "worker 1"]
+    assert reply["deadlocks"] == [["lead_0", "worker_0", "lead_0"]]
+    assert [*reply["ranks"]] == ["worker_0", "worker_1"]
     assert {(each["rank"], each["to"], each["what"]) for each in reply["waits"]} == {
-        ("lead 0", "worker 0", "ask_back"),
-        ("worker 0", "worker 1", "hold_the_gil"),
-        ("worker 0", "lead 0", "take_lock"),
+        ("lead_0", "worker_0", "ask_back"),
+        ("worker_0", "worker_1", "hold_the_gil"),
+        ("worker_0", "lead_0", "take_lock"),
     }
 
 
@@ -71,6 +71,6 @@ def test_threads_that_wait_for_answers_which_need_one_of_them_are_a_deadlock(ask
     asked = ask("threads")
     asked("deadlock:")
     text = asked("it carries out 64 calls: a further one waits until one of them ends")
-    assert "deadlock: lead 0 > worker 1 > lead 0" in text
-    assert "64 threads: serves ask_rank_0 for lead 0: waits" in text
-    assert "for lead 0 (64 calls of ask_worker)" in text
+    assert "deadlock: lead_0 > worker_1 > lead_0" in text
+    assert "64 threads: serves ask_rank_0 for lead_0: waits" in text
+    assert "for lead_0 (64 calls of ask_worker)" in text

@@ -41,7 +41,7 @@ def heartbeat(**changes: object) -> str:
 REFUSED: tuple[tuple[str, dict[str, object], str], ...] = (
     ("ordinal", {"ordinal": 64}, "observer has ordinals 0 to 63, not 64"),
     ("role", {"role": "judge"}, "no role 'judge'"),
-    ("rank0", {"role": "agent"}, "agent 0 is running already"),
+    ("rank0", {"role": "agent"}, "agent_0 is running already"),
     (
         "job",
         {"job": "ps (0)"},

@@ -23,7 +23,7 @@ def test_ranks_of_torchrun_are_a_run(tmp_path: Path) -> None:
         torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node=3"]
         done = commands.run([*torchrun, "-m", "rolecall", "rank"], env={**known, **QUICK, **SHORT, **settings})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "members='agent 0, observer 0-1'" in done.stdout
+    assert "members='agent_0, observer_0-1'" in done.stdout
     summary, _ = reported(tmp_path / "kept")
     assert summary["result"]["solved"] is False
     assert (tmp_path / "kept" / rundir.DONE).exists()

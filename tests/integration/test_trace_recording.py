@@ -38,7 +38,7 @@ def stop(job: Cluster) -> None:
 def test_a_run_has_both_sides_of_each_call_of_all_generations(cluster: MakeCluster) -> None:
     job = start(cluster, TRACE="1")
     folder = job.checkpoints / "trace"
-    killed = folder / "worker-1-1.jsonl"
+    killed = folder / "worker_1-1.jsonl"
     until(lambda: killed.exists() and '"prepare"' in killed.read_text(), "spans of a worker")
     job.member(1).kill_worker()
     until(lambda: job.first.metric("generation") == 2, "another generation")
@@ -46,8 +46,8 @@ def test_a_run_has_both_sides_of_each_call_of_all_generations(cluster: MakeClust
     stop(job)
     assert not [rank.name for rank in job.ranks.values() if "has not collected" in rank.text()]
     traces = {(one.process.name, one.process.generation): [*one] for one in read(folder).recordings}
-    assert {*traces} == {(name, number) for name in ("lead 0", "worker 0", "worker 1") for number in (1, 2)}
-    assert {"prepare", "inner", "outer"} <= {span.name for span in traces["worker 1", 1]}
+    assert {*traces} == {(name, number) for name in ("lead_0", "worker_0", "worker_1") for number in (1, 2)}
+    assert {"prepare", "inner", "outer"} <= {span.name for span in traces["worker_1", 1]}
     check_calls({name: spans for (name, number), spans in traces.items() if number == 2})
 
 
@@ -83,9 +83,9 @@ def check_calls(traces: dict[str, list[SpanRecord]]) -> None:
     reductions = [span for span in every if span.name == "all-reduce"]
     assert {spans[span.parent][1].name for span in reductions} == {"outer"}
     assert reductions[0].attributes == {"bytes": 16}
-    steps = [span.attributes["step"] for span in traces["lead 0"] if span.name == "step"]
+    steps = [span.attributes["step"] for span in traces["lead_0"] if span.name == "step"]
     assert steps == [*range(steps[0], steps[0] + len(steps))]
-    assert {"connecting", "loading", "restoring", "saving", "checkpoint"} <= {span.name for span in traces["lead 0"]}
+    assert {"connecting", "loading", "restoring", "saving", "checkpoint"} <= {span.name for span in traces["lead_0"]}
 
 
 def test_without_trace_nothing_is_recorded_until_somebody_asks(
@@ -102,12 +102,12 @@ def test_without_trace_nothing_is_recorded_until_somebody_asks(
         return asyncio.run(asyncio.wait_for(ask.ask(port, what, arguments, to), DEADLINE))
 
     cursors = query("trace", {"seconds": 60})
-    assert {*cursors} == {"lead 0", "worker 0", "worker 1"}
+    assert {*cursors} == {"lead_0", "worker_0", "worker_1"}
     names = set[str]()
 
     def recorded() -> bool:
-        reply = query("spans", cursors["worker 1"], ["worker 1"])["worker 1"]
-        cursors["worker 1"] = {"file": reply["file"], "offset": reply["next"]}
+        reply = query("spans", cursors["worker_1"], ["worker_1"])["worker_1"]
+        cursors["worker_1"] = {"file": reply["file"], "offset": reply["next"]}
         records = [*map(parse, reply["data"].splitlines())]
         names.update(record.name for record in records if isinstance(record, SpanRecord))
         assert all(record.generation == 1 for record in records if isinstance(record, Process))

@@ -187,7 +187,7 @@ def test_killed_run_whose_ranks_print_megabytes_leaves_no_process_and_no_socket(
     temporary = tempfile.mkdtemp(prefix="rolecall-")  # short: the path of a socket has at most 107 characters
     loud = {**ENDLESS["rl"], "ENV_ID": "tests.integration.environments:Loud-v0"}
     with running(tmp_path, TMPDIR=temporary, **loud) as (run, lines):
-        log = tmp_path / "logs" / "observer-0.log"
+        log = tmp_path / "logs" / "observer_0.log"
         until(lambda: log.exists() and "x" * 3_000_000 in log.read_text(), "the megabytes")
         until(lambda: any("checkpoint" in line for line in lines), "a checkpoint")
         family = [

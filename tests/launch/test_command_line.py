@@ -69,7 +69,7 @@ def test_a_flag_wins_over_its_variable_and_reaches_every_rank(ranks: Started, mo
     monkeypatch.setenv("GAMMA", "0.5")
     given = ["--num-envs", "7", "--observers=3", "--env-id", "a:b-v0,c", "--lr", "1e-3", "--resume", "0", "--plain"]
     assert __main__.main(["run", "rl", *given]) == 0
-    assert [rank.name for rank in ranks] == ["agent 0", "observer 0", "observer 1", "observer 2"]
+    assert [rank.name for rank in ranks] == ["agent_0", "observer_0", "observer_1", "observer_2"]
     for rank in ranks:
         for name in RlSettings.model_fields:
             monkeypatch.delenv(name.upper(), raising=False)

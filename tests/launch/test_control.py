@@ -53,7 +53,7 @@ class Run:
         if role != "observer":
             raise UsageError(f"{role}: is no elastic role")
         self.scaled.append((role, count))
-        return "starting observer 2"
+        return "starting observer_2"
 
     async def kill(self, role: str, ordinal: int, part: str) -> str:
         return f"killed {role} {ordinal} {part!r}"
@@ -92,7 +92,7 @@ def test_the_run_kills_a_rank_or_a_part_of_it(start: Callable[[int], Run], capsy
     run = start(os.getpid())
     for words, part in (((), ""), (("--part", "worker"), "worker")):
         assert run.command("kill", "observer_1", *words) == 0
-        assert capsys.readouterr().out == f"rolecall: killed observer 1 {part!r}\n"
+        assert capsys.readouterr().out == f"rolecall: killed observer_1 {part!r}\n"
     assert run.command("kill", "observer_2") == USAGE
     assert "there are observer_1" in capsys.readouterr().err
 
@@ -118,7 +118,7 @@ def test_what_another_user_lists_is_not_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "logs").mkdir()
-    targets.publish(tmp_path, [Address("observer 1", "http://127.0.0.1:7/metrics")], "", str(tmp_path / "control"))
+    targets.publish(tmp_path, [Address("observer_1", "http://127.0.0.1:7/metrics")], "", str(tmp_path / "control"))
     with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -62,8 +62,8 @@ def test_a_rank_that_wants_more_than_there_are_is_refused(
     monkeypatch.setattr(gpu, "DRIVER", tmp_path)
     for number in range(gpus):
         (tmp_path / f"0000:{number}").mkdir()
-    with pytest.raises(UsageError, match=rf"^lead 0: .*gpus={wanted}, and {there} can be used"):
-        Here().plan({"lead 0": wanted, "sampler 0": None, "sampler 1": 0})
+    with pytest.raises(UsageError, match=rf"^lead_0: .*gpus={wanted}, and {there} can be used"):
+        Here().plan({"lead_0": wanted, "sampler_0": None, "sampler_1": 0})
 
 
 def test_a_machine_without_is_no_warning(seen: Seen, logged: list[EventDict]) -> None:

@@ -203,32 +203,32 @@ def test_a_host_tells_its_versions_first_and_ends_if_nothing_comes(first: bytes,
 def test_ranks_of_a_machine_share_neither_ports_nor_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
     machine = Here(ports=range(29400, 29500))
-    planned = [*machine.plan({"a 0": 1, "b 0": 1, "c 0": None}), *machine.plan({"b 1": 1})]
+    planned = [*machine.plan({"a_0": 1, "b_0": 1, "c_0": None}), *machine.plan({"b_1": 1})]
     assert [variables.get("CUDA_VISIBLE_DEVICES") for variables in planned] == ["3", "5", None, "7"]
     ports = [int(variables["PORT"]) for variables in planned]
     assert {*ports} <= {*range(29400, 29500, 2)}
     assert len({*ports, *(int(variables["METRICS_PORT"]) for variables in planned)}) == 8
-    machine.forget("b 1")
-    assert machine.plan({"b 2": 1})[0]["CUDA_VISIBLE_DEVICES"] == "7"
+    machine.forget("b_1")
+    assert machine.plan({"b_2": 1})[0]["CUDA_VISIBLE_DEVICES"] == "7"
 
 
 def test_ports_of_a_run_that_does_not_listen_yet_are_given_to_no_other_run() -> None:
     (first,) = free_ports(1)
     one, other = (Here(ports=range(first, first + 2)) for _ in range(2))
-    (planned,) = one.plan({"a 0": None})
+    (planned,) = one.plan({"a_0": None})
     with pytest.raises(UsageError, match="no 1 free ports"):
-        other.plan({"a 0": None})
+        other.plan({"a_0": None})
     with socket.create_server(("127.0.0.1", int(planned["PORT"]))):  # its rank can listen
         pass
-    one.forget("a 0")
-    assert other.plan({"a 0": None})[0]["PORT"] == planned["PORT"]
+    one.forget("a_0")
+    assert other.plan({"a_0": None})[0]["PORT"] == planned["PORT"]
 
 
 def test_each_of_two_kills_of_a_part_has_its_answer() -> None:
     async def play() -> None:
         sent: list[ToHost] = []
         connection, output = SimpleNamespace(host="b", send=sent.append), SimpleNamespace()
-        process = HostedProcess("observer 1", cast(Connection, connection), cast(asyncio.StreamWriter, output))
+        process = HostedProcess("observer_1", cast(Connection, connection), cast(asyncio.StreamWriter, output))
         kills = [asyncio.create_task(process.kill_part("worker")) for _ in range(2)]
         while len(sent) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -283,7 +283,7 @@ def test_a_run_on_hosts_survives_one_and_leaves_nothing_behind(short_path: Path)
             first = agent(short_path / "b")
             assert first
             first.kill()
-            until(lambda: (logs / "worker-0.log").read_text().count("began in") >= 2, "the lost rank is not back")
+            until(lambda: (logs / "worker_0.log").read_text().count("began in") >= 2, "the lost rank is not back")
             listed = subprocess.run([*command, "ps", "kept"], cwd=here, env=environment, capture_output=True, text=True)
             assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == ["lead_0", "worker_0"]
             assert [line.split()[2].partition(":")[0] for line in listed.stdout.splitlines()[1:]] == ["a", "b"]
@@ -292,7 +292,7 @@ def test_a_run_on_hosts_survives_one_and_leaves_nothing_behind(short_path: Path)
         finally:
             run.send_signal(signal.SIGTERM)
     assert run.returncode == 0
-    assert "worker 0: lost with b, starts again when that is back" in shown
+    assert "worker_0: lost with b, starts again when that is back" in shown
     assert shown.splitlines()[-1] == "rolecall: finished; logs in kept; checkpoints and report in a:kept"
     assert (kept / "DONE").exists()
     for place in (here, short_path / "a", short_path / "b"):

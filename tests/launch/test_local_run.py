@@ -85,20 +85,20 @@ def test_a_rank_that_comes_too_late_delays_no_end(run: LocalRun, monkeypatch: py
 
 def test_ranks_are_added_and_dropped(run: LocalRun) -> None:
     async def play() -> int:
-        with pytest.raises(UsageError, match=r"^agent 0: .*it is starting"):
+        with pytest.raises(UsageError, match=r"^agent_0: .*it is starting"):
             await run.kill("agent", 0, "")
         over = asyncio.create_task(run.run())
         await up(run, 3)
         run.scale("observer", 4)
         await up(run, 5)
-        assert [rank.name for rank in run.ranks][1:] == [f"observer {number}" for number in range(4)]
+        assert [rank.name for rank in run.ranks][1:] == [f"observer_{number}" for number in range(4)]
         ports = [rank.environment[name] for rank in run.ranks for name in ("PORT", "METRICS_PORT")]
         assert len({*ports}) == len(ports)
         dropped = [weakref.ref(rank) for rank in run.ranks[2:]]
         run.scale("observer", 1)
         await until(lambda: len(run.ranks) == 2)
         await until(lambda: gc.collect() >= 0 and not any(rank() for rank in dropped))  # nothing holds them
-        assert [rank.name for rank in run.ranks] == ["agent 0", "observer 0"]
+        assert [rank.name for rank in run.ranks] == ["agent_0", "observer_0"]
         assert not over.done()
         for role, count in (("agent", 2), ("nobody", 1), ("observer", 0), ("observer", 10**6)):
             with pytest.raises(UsageError, match=f"^{role}"):

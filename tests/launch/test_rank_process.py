@@ -62,21 +62,21 @@ def test_what_would_break_the_display() -> None:
 
 def test_a_traceback_is_shown_once_in_a_run() -> None:
     seen: set[tuple[str, str]] = set()
-    one, other = Tracebacks("lead 0", seen), Tracebacks("sampler 1", seen)
+    one, other = Tracebacks("lead_0", seen), Tracebacks("sampler_1", seen)
     error = ['  File "pi.py", line 15, in hits', "    fail()", "ValueError: bad value"]
 
     def show(tracebacks: Tracebacks, *lines: str) -> list[str]:
         return [shown for line in lines for shown in tracebacks.show(line)] + tracebacks.end()
 
     assert show(one, "before", TRACEBACK, *error, "after") == [
-        "lead 0: before",
-        f"lead 0: {TRACEBACK}",
+        "lead_0: before",
+        f"lead_0: {TRACEBACK}",
         *error,
-        "lead 0: after",
+        "lead_0: after",
     ]
-    assert show(other, "before", TRACEBACK, *error, "after") == ["sampler 1: before", "sampler 1: after"]
+    assert show(other, "before", TRACEBACK, *error, "after") == ["sampler_1: before", "sampler_1: after"]
     cause = ["", "The above exception was the direct cause of the following exception:", ""]
-    assert show(one, TRACEBACK, *error, *cause, TRACEBACK, *error, "after") == ["lead 0: after"]
+    assert show(one, TRACEBACK, *error, *cause, TRACEBACK, *error, "after") == ["lead_0: after"]
     assert show(other, TRACEBACK, *error[:2], "ValueError: worse")[-1] == "ValueError: worse"
     assert show(one, TRACEBACK, *error[:2])[1:] == error[:2]  # killed as it wrote
 
@@ -88,10 +88,10 @@ def test_what_a_rank_prints_has_its_name_and_its_log_has_it_already() -> None:
         telemetry.log().info("joined", generation=3)
     lines = [*stream.getvalue().splitlines(), "rolecall: MODEL=x: cannot be imported", ""]
     assert len(lines) == 4
-    rank = Tracebacks("sampler 1", set())
+    rank = Tracebacks("sampler_1", set())
     assert [shown for line in lines for shown in rank.show(line)] == lines
     for line in ("3.14", '{"pi": 3.14}', "  indented", "2026-11-28: a date"):
-        assert rank.show(line) == [f"sampler 1: {line}"]
+        assert rank.show(line) == [f"sampler_1: {line}"]
 
 
 # ---- a rank's process
@@ -142,8 +142,8 @@ def test_a_crash_is_reported_before_the_next_start(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(here, "command", lambda: [sys.executable, "-S", "-c", program])
     rank = RankProcess("worker", 0, dict(os.environ), tmp_path / "log", happened.append, crashed=crashed)
     assert asyncio.run(asyncio.wait_for(rank.supervise(), DEADLINE)) == 0
-    started = "worker 0: started"
-    assert happened == [started, "worker 0 crashed (exit code 1), restarting it", "worker 0 reported", started]
+    started = "worker_0: started"
+    assert happened == [started, "worker_0 crashed (exit code 1), restarting it", "worker_0 reported", started]
 
 
 # ---- a terminal that does not read

@@ -445,7 +445,7 @@ async def test_rows_that_come_while_a_stopped_run_is_reported_cost_no_page(
 
         def busy(content: bytes) -> None:
             write(content)
-            lead.files.journal.add(lead.files.journal.history.lose_rank("left", 1, "observer 0 left"))
+            lead.files.journal.add(lead.files.journal.history.lose_rank("left", 1, "observer_0 left"))
 
         monkeypatch.setattr(lead.files.journal, "_write", busy)
         monkeypatch.setattr(run_files.render, "write", lambda directory, state: (directory / rundir.PAGE).touch())

@@ -107,8 +107,8 @@ def test_page_is_served_as_html_and_json(tmp_path: Path) -> None:
                 state = await response.json()
             assert set(state) >= STATE
             assert [(rank["name"], rank["word"]) for rank in state["ranks"]] == [
-                ("agent 0", "loading"),
-                ("observer 0", "missing"),
+                ("agent_0", "loading"),
+                ("observer_0", "missing"),
             ]
             assert "a-token-that-nobody-sees" not in page + json.dumps(state)
             assert not {"JOB_TOKEN", "JOB_TOKEN_FILE"} & set(state["settings"])
@@ -122,7 +122,7 @@ def test_other_ranks_point_to_rank0(tmp_path: Path) -> None:
             for path in ("/", "/page/state", "/page/events"):
                 async with session.get(path) as response:
                     assert response.status == 404
-                    assert "METRICS_PORT of agent 0 (MASTER_ADDR=127.0.0.1)" in await response.text()
+                    assert "METRICS_PORT of agent_0 (MASTER_ADDR=127.0.0.1)" in await response.text()
 
     run(steps())
 
@@ -220,9 +220,9 @@ def test_stacks_come_in_words_of_all_ranks_or_of_one(tmp_path: Path) -> None:
     async def steps() -> None:
         async with serving(tmp_path) as (served, _):
             every = await served.stacks(None)
-            assert "agent 0" in every["text"]
+            assert "agent_0" in every["text"]
             assert "did not answer" in every["text"]
-            assert "did not answer" not in (await served.stacks(["observer 0"]))["text"]
+            assert "did not answer" not in (await served.stacks(["observer_0"]))["text"]
 
     run(steps())
 

@@ -38,8 +38,8 @@ def trained() -> History:
     run = History()
     run.record([("start", 0, 0.0, 1), ("train", 0, 1.0, 0), ("goal", 0, 1.0, 475.0)])
     run.record([("score", step, 1.0 + step, float(step)) for step in range(1, 11)])
-    run.lose_rank("killed", 1, "the worker of observer 1 ended: killed")
-    run.end_generation("crashed", 1, "agent 0: Traceback\nValueError: <b>broken</b>")
+    run.lose_rank("killed", 1, "the worker of observer_1 ended: killed")
+    run.end_generation("crashed", 1, "agent_0: Traceback\nValueError: <b>broken</b>")
     run.record([("start", 8, 100.0, 2), ("train", 8, 101.0, 0), ("score", 12, 105.0, 12.0), ("loss", 12, 105.0, 0.5)])
     return run
 
@@ -62,10 +62,10 @@ def test_each_rank_has_a_word_for_its_state() -> None:
     members = {AGENT: works(phase="saving"), FIRST: works(), SECOND: MemberView(WorkerStatus(2, "ended", "crashed"))}
     gang = GangView("running", number=2, ranks=(AGENT, FIRST, SECOND), lost={SECOND: "killed"}, members=members)
     assert words(gang) == {
-        "agent 0": ("good", "saving"),
-        "observer 0": ("good", "running"),
-        "observer 1": ("bad", "crashed"),
-        "observer 2": ("idle", "not started"),
+        "agent_0": ("good", "saving"),
+        "observer_0": ("good", "running"),
+        "observer_1": ("bad", "crashed"),
+        "observer_2": ("idle", "not started"),
     }
 
 
@@ -76,10 +76,10 @@ def test_nobody_runs_once_the_run_is_over() -> None:
     summary = {"state": "finished", "reason": "", "settings": {}}
     after = {rank["name"]: (rank["health"], rank["word"]) for rank in state.ended(before, summary)["ranks"]}
     assert after == {
-        "agent 0": ("good", "finished"),
-        "observer 0": ("idle", "has left"),
-        "observer 1": ("idle", "has left"),
-        "observer 2": ("bad", "crashed"),
+        "agent_0": ("good", "finished"),
+        "observer_0": ("idle", "has left"),
+        "observer_1": ("idle", "has left"),
+        "observer_2": ("bad", "crashed"),
     }
 
 
@@ -103,7 +103,7 @@ def test_a_member_that_joins_is_no_alarm() -> None:
     )
     for member, word in joining:
         gang = GangView("running", lost={FIRST: "replaced"}, joining=frozenset({FIRST}), members={FIRST: member})
-        assert words(gang)["observer 0"] == ("idle", word)
+        assert words(gang)["observer_0"] == ("idle", word)
 
 
 def test_a_lost_member_is_lost_until_it_joins_again() -> None:
@@ -114,27 +114,27 @@ def test_a_lost_member_is_lost_until_it_joins_again() -> None:
         THIRD: MemberView(WorkerStatus(2, "ready")),
     }
     found = words(GangView("running", ranks=(AGENT, FIRST, SECOND, THIRD), lost=lost, members=members))
-    assert found["observer 0"] == ("bad", "lost: unreachable")
-    assert found["observer 1"] == ("bad", "lost: replaced")
-    assert found["observer 2"] == ("idle", "ready")
-    assert words(GangView("running", ranks=(AGENT, THIRD), lost=lost))["observer 2"] == ("idle", "has left")
-    assert words(GangView("gathering", lost=lost, members=members))["observer 0"] == ("good", "running")
+    assert found["observer_0"] == ("bad", "lost: unreachable")
+    assert found["observer_1"] == ("bad", "lost: replaced")
+    assert found["observer_2"] == ("idle", "ready")
+    assert words(GangView("running", ranks=(AGENT, THIRD), lost=lost))["observer_2"] == ("idle", "has left")
+    assert words(GangView("gathering", lost=lost, members=members))["observer_0"] == ("good", "running")
 
 
 @pytest.mark.parametrize(("member", "expected"), STATES)
 def test_a_members_word(member: MemberView, expected: tuple[str, str]) -> None:
-    assert words(GangView("running", members={FIRST: member}))["observer 0"] == expected
+    assert words(GangView("running", members={FIRST: member}))["observer_0"] == expected
 
 
 def test_absent_ranks_have_a_state() -> None:
     assert words(GangView("gathering")) == {
-        "agent 0": ("bad", "missing"),
-        "observer 0": ("bad", "missing"),
-        "observer 1": ("idle", "not started"),
-        "observer 2": ("idle", "not started"),
+        "agent_0": ("bad", "missing"),
+        "observer_0": ("bad", "missing"),
+        "observer_1": ("idle", "not started"),
+        "observer_2": ("idle", "not started"),
     }
     silent = GangView("running", ranks=(AGENT, FIRST), lost={FIRST: "silent"}, members={AGENT: works()})
-    assert words(silent)["observer 0"] == ("bad", "lost: silent")
+    assert words(silent)["observer_0"] == ("bad", "lost: silent")
     assert set(words(GangView("finished")).values()) == {("idle", "has left")}
 
 
@@ -145,7 +145,7 @@ def test_generations_say_why_they_ended() -> None:
     first, second = shown(GangView("running", number=2))["generations"]
     assert (first["number"], first["step"], first["cause"]) == (1, 0, "crashed")
     assert first["reason"] == "ValueError: <b>broken</b>"
-    assert [one["reason"] for one in first["lost"]] == ["the worker of observer 1 ended: killed"]
+    assert [one["reason"] for one in first["lost"]] == ["the worker of observer_1 ended: killed"]
     assert first["began"] <= first["ended"] <= second["began"]
     assert (second["step"], second["ended"], second["cause"]) == (8, None, "")
 
@@ -153,18 +153,18 @@ def test_generations_say_why_they_ended() -> None:
 def test_generations_have_joins_and_stays() -> None:
     run = trained()
     run.keep_workers(1, 2)
-    run.add_ranks(2, 2, "observer 1-2")
+    run.add_ranks(2, 2, "observer_1-2")
     state = shown(GangView("running", number=2), run)
     first, second = state["generations"]
     assert (first["joined"], first["stayed"]) == ([], 0)
-    assert [(one["count"], one["reason"]) for one in second["joined"]] == [(2, "observer 1-2")]
+    assert [(one["count"], one["reason"]) for one in second["joined"]] == [(2, "observer_1-2")]
     assert second["stayed"] == 1
     assert (state["ranks_joined"], state["workers_stayed"]) == (2, 1)
 
 
 def test_untrained_and_killed_generations_are_listed() -> None:
     run = History()
-    run.end_generation("failed", 1, "agent 0: ImportError")
+    run.end_generation("failed", 1, "agent_0: ImportError")
     run.record([("start", 0, 0.0, 2)])
     again = History()
     for row in histories.rows(run):
@@ -181,7 +181,7 @@ def test_untrained_and_killed_generations_are_listed() -> None:
 
 def test_the_state_has_what_the_page_shows() -> None:
     one = shown(
-        GangView("gathering", "observer 0 left", 3.0, ("2 observer",), 2), summary={"state": "x", "settings": {}}
+        GangView("gathering", "observer_0 left", 3.0, ("2 observer",), 2), summary={"state": "x", "settings": {}}
     )
     assert (one["state"], one["missing"], one["generation"], one["step"]) == ("gathering", ["2 observer"], 2, 12)
     assert one["curve"]["goal"] == 475.0
@@ -253,7 +253,7 @@ def test_queues_have_a_depth_and_a_rate() -> None:
         samples = {"depth": 3.0, "size": 8.0, "items": items}
         take(counted, {AGENT: {**reply(at, 1), "queues": {"samples": samples}}, FIRST: reply(at, 1)})
     (queue,) = shown(GangView("running", members={AGENT: works()}), counted=counted)["queues"]
-    assert queue == {"name": "samples", "owner": "agent 0", "depth": 3.0, "size": 8.0, "items": 10.0}
+    assert queue == {"name": "samples", "owner": "agent_0", "depth": 3.0, "size": 8.0, "items": 10.0}
     take(counted, {AGENT: {**reply(14.0, 1), "queues": {"new": {"depth": 1.0, "size": 2.0, "items": 1.0}}}})
     assert [(queue.name, queue.items) for queue in counted.queues()] == [("new", None)]
 
@@ -269,7 +269,7 @@ def test_weights_say_who_is_behind_and_what_was_saved() -> None:
     take(counted, {key: {**reply(1.0, 1), "weights": {"policy": each}} for key, each in held.items()})
     (weights,) = shown(GangView("running"), counted=counted)["weights"]
     assert (weights["name"], weights["members"]) == ("policy", 3)
-    assert (weights["newest"], weights["oldest"], weights["oldest_at"]) == (41.0, 38.0, "observer 1")
+    assert (weights["newest"], weights["oldest"], weights["oldest_at"]) == (41.0, 38.0, "observer_1")
     assert (weights["received"], weights["saved"]) == (500.0, 500.0)
 
 
@@ -312,9 +312,9 @@ def test_errors_of_all_ranks_come_in_order_and_limited() -> None:
     take(counted, {key: {**reply(1.0, 1), "log": log} for key, log in logs.items()})
     errors = shown(GangView("running", members={FIRST: works(), SECOND: works()}), counted=counted)["errors"]
     assert [(each["rank"], each["time"]) for each in errors] == [
-        ("observer 0", 10.0),
-        ("observer 1", 20.0),
-        ("observer 0", 30.0),
+        ("observer_0", 10.0),
+        ("observer_1", 20.0),
+        ("observer_0", 30.0),
     ]
     assert len(errors[1]["text"]) == state.MAX_TEXT
 

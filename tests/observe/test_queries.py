@@ -218,12 +218,12 @@ def test_asking_from_outside(
                 with pytest.raises(UsageError, match=problem):
                     await ask.ask(target, "stacks")
             else:
-                assert await ask.ask(target, "trace", {"seconds": 3}, to=["trainer 1"]) == {
-                    "trainer 1": ["trace", {"seconds": 3.0}]
+                assert await ask.ask(target, "trace", {"seconds": 3}, to=["trainer_1"]) == {
+                    "trainer_1": ["trace", {"seconds": 3.0}]
                 }
                 with pytest.raises(UsageError, match="no query"):
                     await ask.ask(target, "unheard")
-                assert set(await ask.ask(target, "stacks")) == {"ps 0", "trainer 1"}
+                assert set(await ask.ask(target, "stacks")) == {"ps_0", "trainer_1"}
         finally:
             await runner.cleanup()
 
@@ -236,7 +236,7 @@ def test_the_token_of_a_local_run_comes_from_its_folder(monkeypatch: pytest.Monk
     file.write_text(TOKEN + "\n")
     run_folder = tmp_path / "run"
     (run_folder / "logs").mkdir(parents=True)
-    targets.publish(run_folder, [targets.Address("ps 0", "http://127.0.0.1:7/metrics")], str(file))
+    targets.publish(run_folder, [targets.Address("ps_0", "http://127.0.0.1:7/metrics")], str(file))
     target = targets.parse(str(run_folder))
     assert ask._token(target) == TOKEN
     file.write_text("short")

@@ -71,8 +71,8 @@ def test_summary_has_the_results_of_the_run() -> None:
 def test_summary_counts_joins_and_stays() -> None:
     run = History()
     run.keep_workers(2, 2)
-    run.add_ranks(3, 2, "trainer 1-3")
-    run.lose_rank("replaced", 2, "ps 0 wants another worker of trainer 1")
+    run.add_ranks(3, 2, "trainer_1-3")
+    run.lose_rank("replaced", 2, "ps_0 wants another worker of trainer_1")
     run.record([Record("joined", 7, 1.0, 0.5), Record("joined", 8, 2.0, 0.25)])
     run.stall("ended", 2.0)
     summary = short(run, "finished")
@@ -99,6 +99,6 @@ def test_summary_has_no_secret(tmp_path: Path, by_file: bool) -> None:
 
 
 def test_untrained_run_has_a_summary() -> None:
-    summary = short(History(), "failed", "ps 0: broken")
-    assert (summary["steps"], summary["started"], summary["reason"]) == (0, None, "ps 0: broken")
+    summary = short(History(), "failed", "ps_0: broken")
+    assert (summary["steps"], summary["started"], summary["reason"]) == (0, None, "ps_0: broken")
     assert summary["curve"]["best"] is summary["throughput"]["per_second"] is None

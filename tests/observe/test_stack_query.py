@@ -107,10 +107,10 @@ def test_a_reply_has_every_thread_and_the_calls_that_take_long(worker: Worker) -
     assert (function, file, text) == ("blocks", "program.py", "with LOCK:")
     assert PROGRAM.splitlines()[line - 1] == "    with LOCK:"
     ((to, method, seconds, thread),) = reply["calls"]
-    assert (to, method, thread) == ("ps 0", "push", here["nap"]["number"])
+    assert (to, method, thread) == ("ps_0", "push", here["nap"]["number"])
     assert seconds >= 5
     assert reply["silent_seconds"] >= 2
-    assert "ps 0: running, generation 3, step 7" in stack_report.text({"ps 0": reply})
+    assert "ps_0: running, generation 3, step 7" in stack_report.text({"ps_0": reply})
 
 
 @pytest.mark.parametrize("worker", ["computes"], indirect=True)
@@ -124,7 +124,7 @@ def test_stopped_worker_is_reported(worker: Worker) -> None:
     worker.process.send_signal(signal.SIGSTOP)
     reply = asyncio.run(stack_query.describe(worker))  # type: ignore[arg-type]
     assert reply["state"] == "stopped"
-    assert "its worker is stopped (SIGSTOP)" in stack_report.text({"ps 0": reply})
+    assert "its worker is stopped (SIGSTOP)" in stack_report.text({"ps_0": reply})
 
 
 @pytest.mark.parametrize(
@@ -234,16 +234,16 @@ def test_the_calls_of_a_program_without_a_job_are_told_as_long_as_somebody_wants
 # ---- the command
 
 
-REPLIES = {"lead 0": {"error": "a"}, "my worker 0": {"error": "b"}, "my worker 1": {"error": "c"}}
+REPLIES = {"lead_0": {"error": "a"}, "my worker_0": {"error": "b"}, "my worker_1": {"error": "c"}}
 
 
 @pytest.mark.parametrize(
     ("words", "names"),
     [
         ((), None),
-        (("lead-0",), ["lead 0"]),
-        (("my worker 1", "lead_0"), ["my worker 1", "lead 0"]),
-        (("my worker", "my worker-1"), ["my worker 0", "my worker 1"]),
+        (("lead-0",), ["lead_0"]),
+        (("my worker_1", "lead_0"), ["my worker_1", "lead_0"]),
+        (("my worker", "my worker-1"), ["my worker_0", "my worker_1"]),
     ],
 )
 def test_ranks_are_chosen_by_name_or_role(words: tuple[str, ...], names: list[str] | None) -> None:
@@ -260,8 +260,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(command, "ask", ask)
     assert command.run(["host:9400", "lead-0"]) == 0
     assert asked == [("host:9400", "stacks", command.TIMEOUT_SECONDS)]
-    assert capsys.readouterr().out == "lead 0: a\n\nno rank waits long for another\n"
+    assert capsys.readouterr().out == "lead_0: a\n\nno rank waits long for another\n"
     assert command.run(["host:9400", "--json"]) == 0
-    assert '"my worker 1"' in capsys.readouterr().out
+    assert '"my worker_1"' in capsys.readouterr().out
     with pytest.raises(UsageError, match="RANK 'ps-0': no such rank in the gang"):
         command.run(["host:9400", "ps-0"])

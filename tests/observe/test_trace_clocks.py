@@ -89,27 +89,27 @@ def test_a_torn_last_line_is_skipped_and_a_damaged_file_is_named(tmp_path: Path)
         worker.span("step", 0, MS)
         worker.span("step", MS, 2 * MS)
     write(tmp_path, whole, torn, broken)
-    path = tmp_path / "trainer-0-1.jsonl"
+    path = tmp_path / "trainer_0-1.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
-    path = tmp_path / "trainer-1-1.jsonl"
+    path = tmp_path / "trainer_1-1.jsonl"
     first, second, third = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + b'["span", 7]\n' + third)
-    (tmp_path / "ps-7-1.jsonl").write_text('["span"')
-    (tmp_path / "ps-8-1.jsonl").write_text("")
+    (tmp_path / "ps_7-1.jsonl").write_text('["span"')
+    (tmp_path / "ps_8-1.jsonl").write_text("")
     (tmp_path / "trace.json").write_text("{}")
     trace = records.read(tmp_path)
     assert [[span.name for span in one] for one in trace.recordings] == [["step", "step"], ["step"], ["step"]]
     problems = trace.damage()
     assert len(problems) == 3
     assert all("does not begin with a process" in problem for problem in problems[:2])
-    assert "trainer-1-1.jsonl: 1 damaged lines are left out" in problems[2]
+    assert "trainer_1-1.jsonl: 1 damaged lines are left out" in problems[2]
     assert second
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
     process = Worker("trainer", 3, rank=4, offset=12).process
     assert records.parse(line(process)) == process
-    span = SpanRecord("00000000000000ff", "", "exchange", "client", 5, 9, 77, {"to": "ps 0", "sent": 8}, "ff")
+    span = SpanRecord("00000000000000ff", "", "exchange", "client", 5, 9, 77, {"to": "ps_0", "sent": 8}, "ff")
     assert records.parse(line(span)) == span
     odd = '["span", "a", "", "x", "odd", 1, 2, 3, {}, ""]'
     negative = '["span", "a", "", "x", "client", 3, 2, 3, {}, ""]'

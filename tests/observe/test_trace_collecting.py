@@ -93,7 +93,7 @@ def test_what_a_rank_records_is_copied_and_what_was_copied_is_deleted(rank: Rank
         with first.open("a") as file:
             file.write('["span", "half')
         assert not await here.collect()
-        copy = folder / "ps-0-1.jsonl"
+        copy = folder / "ps_0-1.jsonl"
         assert copy.read_text() == first.read_text().removesuffix('["span", "half')
         with first.open("a") as file:
             file.write('"]\n')
@@ -102,7 +102,7 @@ def test_what_a_rank_records_is_copied_and_what_was_copied_is_deleted(rank: Rank
         rank.add(second, "c")
         assert not await here.collect()
         assert copy.read_text() == first.read_text()
-        assert (folder / "ps-0-2.jsonl").read_text() == second.read_text()
+        assert (folder / "ps_0-2.jsonl").read_text() == second.read_text()
         await here.collect()
         assert not first.exists()
         assert second.exists()
@@ -117,11 +117,11 @@ def test_a_worker_that_joins_again_has_a_copy_of_its_own(rank: Rank, tmp_path: P
     rank.add(again, "b")
     text = first.read_text()
     asyncio.run(collector(folder, rank).collect())
-    assert (folder / "ps-0-1.jsonl").read_text() == text
-    assert (folder / "ps-0-1-2.jsonl").read_text() == again.read_text()
+    assert (folder / "ps_0-1.jsonl").read_text() == text
+    assert (folder / "ps_0-1-2.jsonl").read_text() == again.read_text()
     rank.add(again, "c")
     asyncio.run(collector(folder, rank).collect())  # rank 0 was started again
-    assert (folder / "ps-0-1-2.jsonl").read_text() == again.read_text()
+    assert (folder / "ps_0-1-2.jsonl").read_text() == again.read_text()
 
 
 def test_a_large_file_comes_in_chunks(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_large_file_comes_in_chunks(rank: Rank, tmp_path: Path, monkeypatch: p
     path, rank.worker = rank.begin(1), Worker(1)
     rank.add(path, *("x" * number for number in range(50)))
     asyncio.run(collector(tmp_path / "trace", rank).collect())
-    assert (tmp_path / "trace" / "ps-0-1.jsonl").read_text() == path.read_text()
+    assert (tmp_path / "trace" / "ps_0-1.jsonl").read_text() == path.read_text()
 
 
 def test_a_restarted_rank_0_goes_on_where_it_stopped(rank: Rank, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_restarted_rank_0_goes_on_where_it_stopped(rank: Rank, tmp_path: Path)
     asyncio.run(collector(folder, rank).collect())
     rank.add(path, "b")
     asyncio.run(collector(folder, rank).collect())
-    assert (folder / "ps-0-3.jsonl").read_text() == path.read_text()
+    assert (folder / "ps_0-3.jsonl").read_text() == path.read_text()
 
 
 def test_a_disk_that_fails_halfway_leaves_no_half(rank: Rank, tmp_path: Path) -> None:
@@ -151,11 +151,11 @@ def test_a_disk_that_fails_halfway_leaves_no_half(rank: Rank, tmp_path: Path) ->
     assert not folder.exists()
     here.disk = disk
     asyncio.run(here.collect())
-    with (folder / "ps-0-1.jsonl").open("a") as file:
+    with (folder / "ps_0-1.jsonl").open("a") as file:
         file.write('["span", "torn')
     rank.add(path, "b")
     asyncio.run(here.collect())
-    assert (folder / "ps-0-1.jsonl").read_text() == path.read_text()
+    assert (folder / "ps_0-1.jsonl").read_text() == path.read_text()
 
 
 def test_at_the_end_ranks_hand_over_what_they_have(rank: Rank, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_at_the_end_ranks_hand_over_what_they_have(rank: Rank, tmp_path: Path) -
         assert not waiting.done()
         await here.finish()
         await asyncio.wait_for(waiting, 10)
-        assert (folder / "ps-0-1.jsonl").read_text() == path.read_text()
+        assert (folder / "ps_0-1.jsonl").read_text() == path.read_text()
         rank.recordings = lead.recordings = cast(Recordings, None)  # it has ended, and is not asked again
         assert await here.collect()
 

@@ -53,10 +53,10 @@ def test_the_summary_alone_writes_no_file(run_folder: Path, capsys: pytest.Captu
 
 
 def test_damaged_files_are_named(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run_folder / "trace" / "ps-9-1.jsonl").write_text("nothing\n")
+    (run_folder / "trace" / "ps_9-1.jsonl").write_text("nothing\n")
     assert trace.run([str(run_folder)]) == 0
     output = capsys.readouterr()
-    assert "ps-9-1.jsonl: does not begin with a process and is left out" in output.err
+    assert "ps_9-1.jsonl: does not begin with a process and is left out" in output.err
     assert "40 spans" in output.out
 
 
@@ -124,15 +124,15 @@ def test_a_running_job_is_recorded(job: Job, tmp_path: Path, capsys: pytest.Capt
     assert job.asked[0] == ("trace", {"seconds": 0.05})
     assert {what for what, _ in job.asked[1:]} == {"spans"}
     output = capsys.readouterr()
-    assert "recording for 0.05 s: ps 0, trainer 1" in output.err
+    assert "recording for 0.05 s: ps_0, trainer_1" in output.err
     assert "40 spans of 2 ranks" in output.out
     assert "ps: 10 steps" in output.out
     assert (tmp_path / "trace.json").exists()
 
 
 def test_a_rank_that_does_not_reply_is_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    job.failing["trainer 1"] = "no reply within 10 s"
+    job.failing["trainer_1"] = "no reply within 10 s"
     assert trace.run(["8000", "--seconds", "0.05"]) == 0
     output = capsys.readouterr()
-    assert "trainer 1: no reply within 10 s" in output.err
+    assert "trainer_1: no reply within 10 s" in output.err
     assert "20 spans of 1 rank," in output.out

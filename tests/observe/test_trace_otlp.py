@@ -79,7 +79,7 @@ def training() -> tuple[Worker, Worker]:
     server, trainer = Worker("ps", offset=10**13), Worker("trainer", 1, rank=1, offset=5)
     step = trainer.span("step", 0, 20 * MS, step=1)
     client = call(trainer, server, "exchange", MS, MS + 50_000, 9 * MS, 9 * MS + 50_000)
-    lost = trainer.span("lookup", 12 * MS, 13 * MS, "client", to="ps 0", error="PeerLostError: gone")
+    lost = trainer.span("lookup", 12 * MS, 13 * MS, "client", to="ps_0", error="PeerLostError: gone")
     for span in (step, client, lost, *server.spans):
         span.trace = step.id
     client.parent = lost.parent = step.id
@@ -115,7 +115,7 @@ def test_spans_arrive_with_standard_attributes_in_one_trace(receiver: Receiver, 
     assert (served.start_time_unix_nano, served.end_time_unix_nano) == (UNIX + MS + 50_000, UNIX + 9 * MS)
     resource = spans[f"ps/exchange {CLIENT}"][0]
     shown = [resource[name] for name in ("service.name", "service.instance.id", "host.name")]
-    assert shown == ["ps-trainer", "trainer-1", "trainer-1"]
+    assert shown == ["ps-trainer", "trainer_1", "trainer-1"]
     for span in (client, served):
         attributes = plain(span.attributes)
         assert [attributes[f"rpc.{name}"] for name in ("system", "service", "method")] == [

@@ -33,7 +33,7 @@ def training() -> list[Worker]:
         call(trainers[0], server, "exchange", at + MS, at + 2 * MS, at + 9 * MS, at + 10 * MS, returned_ns=at + 3 * MS)
         call(trainers[0], server, "exchange", at + 3 * MS, at + 4 * MS, at + 9 * MS, at + 12 * MS)
         call(trainers[1], server, "exchange", at + MS, at + 8 * MS, at + 9 * MS, at + 10 * MS, served_by=10)
-    trainers[1].span("lost", 30 * MS, 60 * MS, "client", to="ps 9", error="gone")
+    trainers[1].span("lost", 30 * MS, 60 * MS, "client", to="ps_9", error="gone")
     server.span("garbage collection", 50 * MS, 51 * MS, thread=9)
     server.span("dropped", 70 * MS, 70 * MS, "event", spans=7)
     return [server, *trainers]
@@ -90,28 +90,28 @@ def test_the_file_keeps_the_rules_of_the_format(tmp_path: Path) -> None:
 def test_a_rank_is_a_process_and_a_call_leads_to_its_handler(tmp_path: Path) -> None:
     events = file_of(tmp_path, training())["traceEvents"]
     names = {one["args"]["name"]: one["pid"] for one in events if one["name"] == "process_name"}
-    assert [*names] == ["ps 0", "trainer 0", "trainer 1"]
+    assert [*names] == ["ps_0", "trainer_0", "trainer_1"]
     starts = {one["id"]: one for one in events if one["ph"] == "s"}
     ends = {one["id"]: one for one in events if one["ph"] == "f"}
     assert len(starts) == len(ends) == 15  # the call without another side has no arrow
     assert starts.keys() == ends.keys()
-    assert {one["pid"] for one in ends.values()} == {names["ps 0"]}
+    assert {one["pid"] for one in ends.values()} == {names["ps_0"]}
     assert all(starts[id]["ts"] <= end["ts"] for id, end in ends.items())
-    (first, *_) = [one for one in events if one.get("cat") == "client" and one["pid"] == names["trainer 1"]]
+    (first, *_) = [one for one in events if one.get("cat") == "client" and one["pid"] == names["trainer_1"]]
     assert first["args"].pop("id")
     parts = {"network_ms": 8.0, "queueing_ms": 0.0, "handler_ms": 1.0}
-    assert first["args"] == {"to": "ps 0", "sent": 8, "received": 8, "generation": 1, **parts}
-    queued = [one["args"] for one in events if one.get("cat") == "client" and one["pid"] == names["trainer 0"]]
+    assert first["args"] == {"to": "ps_0", "sent": 8, "received": 8, "generation": 1, **parts}
+    queued = [one["args"] for one in events if one.get("cat") == "client" and one["pid"] == names["trainer_0"]]
     assert {(one["network_ms"], one["queueing_ms"]) for one in queued} == {(2.0, 0.0), (2.0, 2.0)}
     assert {one["args"].get("held_ms") for one in events if one.get("cat") == "client"} == {6.0, None}
 
 
 def test_generations_and_kills_are_on_the_same_time_line(tmp_path: Path) -> None:
-    event, killed = {"kind": "event", "generation": 1}, "trainer 1 was killed by SIGKILL"
+    event, killed = {"kind": "event", "generation": 1}, "trainer_1 was killed by SIGKILL"
     rows = [
         {"kind": "start", "generation": 1, "step": 0, "seconds": 0.0, "time": UNIX / 1e9 + 1, "after": ""},
         {**event, "what": "lost", "time": UNIX / 1e9 + 2, "cause": "killed", "reason": killed},
-        {**event, "what": "joined", "time": UNIX / 1e9 + 3, "cause": "", "reason": "trainer 1-2", "count": 2},
+        {**event, "what": "joined", "time": UNIX / 1e9 + 3, "cause": "", "reason": "trainer_1-2", "count": 2},
         {**event, "what": "ended", "time": UNIX / 1e9 + 4, "cause": "crashed", "reason": "x"},
         {**event, "what": "stayed", "generation": 2, "time": UNIX / 1e9 + 4.5, "cause": "", "count": 2},
         {"kind": "start", "generation": 2, "step": 9, "seconds": 3.0, "time": UNIX / 1e9 + 5, "after": "crashed"},
@@ -127,11 +127,11 @@ def test_generations_and_kills_are_on_the_same_time_line(tmp_path: Path) -> None
     generations = [one for one in events if one["name"].startswith("generation") and one["ph"] == "X"]
     assert [(one["name"], round(one["dur"] / 1e6, 1)) for one in generations] == [("generation 1", 3.0)]
     instants = {one["name"]: one for one in events if one["ph"] == "i"}
-    joined = "joined: trainer 1-2"
+    joined = "joined: trainer_1-2"
     assert set(instants) == {"lost: killed", joined, "generation 1 ended: crashed", "workers stayed", "generation 2"}
     assert instants[joined]["args"] == {"generation": 1, "ranks": 2}
     assert instants["workers stayed"]["args"] == {"generation": 2, "workers": 2}
-    assert instants["lost: killed"]["args"]["reason"] == "trainer 1 was killed by SIGKILL"
+    assert instants["lost: killed"]["args"]["reason"] == "trainer_1 was killed by SIGKILL"
     steps = [one["ts"] for one in events if one["name"] == "step"]
     assert steps[1] - steps[0] == pytest.approx(4_000_000, abs=10)
     assert instants["lost: killed"]["ts"] - steps[0] == pytest.approx(1_000_000, abs=10)

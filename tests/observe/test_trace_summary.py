@@ -28,7 +28,7 @@ def text_of(summary: Summary) -> str:
 
 
 def queueing(host: str = "one", offset: int = 0) -> list[Worker]:
-    """Steps of 100 ms. Trainer 1 computes for 59 ms, and waits for 41 ms for ps 0: 0.7 ms network, 28 ms handler, 12.3
+    """Steps of 100 ms. Trainer 1 computes for 59 ms, and waits for 41 ms for ps_0: 0.7 ms network, 28 ms handler, 12.3
     ms queueing. One quick call tells what the network takes."""
     server, trainer = Worker("ps", host="one", offset=offset), Worker("trainer", 1, rank=1, host=host)
     for number in range(STEPS):
@@ -47,17 +47,17 @@ def queueing(host: str = "one", offset: int = 0) -> list[Worker]:
 
 def test_a_call_is_split_into_network_queueing_and_handler(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, *queueing())
-    trainer = summary.ranks["trainer 1"]
+    trainer = summary.ranks["trainer_1"]
     assert summary.steps == STEPS
     assert summary.nanoseconds / 1e9 == pytest.approx(1.0)
     assert trainer.spent["computing"] / summary.nanoseconds == pytest.approx(0.59)
     assert trainer.spent["waiting"] / summary.nanoseconds == pytest.approx(0.41)
-    times = trainer.calls["ps 0", "exchange"]
+    times = trainer.calls["ps_0", "exchange"]
     assert times.count == STEPS
     assert times.network / MS == pytest.approx(0.7 * STEPS)
     assert times.queueing / MS == pytest.approx(12.3 * (STEPS - 1))
     assert times.handler / MS == pytest.approx(28 * (STEPS - 1) + 40.3)
-    server = summary.ranks["ps 0"]
+    server = summary.ranks["ps_0"]
     assert server.spent["handling"] / MS == pytest.approx(28 * (STEPS - 1) + 40.3)
     assert server.spent["computing"] == 0  # it is there to be called
     assert server.spent["idle"] > 0
@@ -66,14 +66,14 @@ def test_a_call_is_split_into_network_queueing_and_handler(tmp_path: Path) -> No
 def test_summary_is_independent_of_clocks(tmp_path: Path) -> None:
     same, other = queueing(), queueing("two", offset=10**14)
     first, second = summary_of(tmp_path / "same", *same), summary_of(tmp_path / "other", *other)
-    calls = [summary.ranks["trainer 1"].calls["ps 0", "exchange"] for summary in (first, second)]
+    calls = [summary.ranks["trainer_1"].calls["ps_0", "exchange"] for summary in (first, second)]
     assert calls[0].queueing == pytest.approx(calls[1].queueing, rel=0.01)
-    assert "trainer 1: rank 0's clock (same host)" in text_of(first)
-    assert "trainer 1: within" in text_of(second)
+    assert "trainer_1: rank 0's clock (same host)" in text_of(first)
+    assert "trainer_1: within" in text_of(second)
 
 
 def test_the_wait_for_an_answer_that_is_given_later_is_held(tmp_path: Path) -> None:
-    """Synchronous updates: the server answers trainer 0 when trainer 1, which computes for longer, has called too."""
+    """Synchronous updates: the server answers trainer_0 when trainer_1, which computes for longer, has called too."""
     server = Worker("ps", host="one")
     fast, slow = (Worker("trainer", place, rank=place + 1, host="one", pid=5000 + place) for place in range(2))
     for number in range(STEPS):
@@ -87,7 +87,7 @@ def test_the_wait_for_an_answer_that_is_given_later_is_held(tmp_path: Path) -> N
         for trainer in (fast, slow):
             trainer.span("step", at, at + 99.5 * MS)
     summary = summary_of(tmp_path, server, fast, slow)
-    times = summary.ranks["trainer 0"].calls["ps 0", "exchange"]
+    times = summary.ranks["trainer_0"].calls["ps_0", "exchange"]
     assert times.held / times.total == pytest.approx(76 / 79)
 
 
@@ -105,11 +105,11 @@ def test_phases_collectives_and_waits_for_a_turn(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, first, other)
     shares = {name: {what: time / MS for what, time in rank.spent.items()} for name, rank in summary.ranks.items()}
     assert shares["master 0"] == {"waiting": 60, "computing": 10, "checkpoint": 30}
-    assert {what: shares["trainer 0"][what] for what in ("handling", "all-reduce")} == {
+    assert {what: shares["trainer_0"][what] for what in ("handling", "all-reduce")} == {
         "handling": 32,
         "all-reduce": 15,
     }
-    times = summary.ranks["master 0"].calls["trainer 0", "train"]
+    times = summary.ranks["master 0"].calls["trainer_0", "train"]
     assert (times.handler / MS, times.queueing / MS, times.network / MS) == (30 + 17, 9, 4)  # queueing for its turn
 
 
@@ -129,7 +129,7 @@ def test_the_tables_say_it(tmp_path: Path) -> None:
     text = text_of(summary)
     assert "ps: 10 steps in 1.00 s, 100.0 ms each" in text
     assert "41.0 %" in text
-    assert "exchange at ps 0" in text
+    assert "exchange at ps_0" in text
 
 
 TIMES = st.lists(st.integers(0, 200), min_size=4, max_size=4)

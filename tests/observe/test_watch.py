@@ -34,7 +34,7 @@ def state(word: str = "running", **other: Any) -> dict[str, Any]:
         "training_seconds": 61.0,
         "curve": {"score": [[6, 60.0, 2.0], [7, 61.0, 3.0]], "goal": 475.0},
         "ranks": [
-            {"name": "agent 0", "word": "saving", "health": "good", "generation": 2, "worker_bytes": 2**20},
+            {"name": "agent_0", "word": "saving", "health": "good", "generation": 2, "worker_bytes": 2**20},
             {"name": "observer [0]", "word": "missing", "health": "bad"},
         ],
     } | other
@@ -75,7 +75,7 @@ def test_invalid_target_is_refused(text: str) -> None:
 
 def test_a_folder_whose_run_lives(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    ranks = [Address("agent 0", "http://127.0.0.1:7/metrics"), Address("observer 0", "http://127.0.0.1:8/metrics")]
+    ranks = [Address("agent_0", "http://127.0.0.1:7/metrics"), Address("observer_0", "http://127.0.0.1:8/metrics")]
     assert targets.publish(tmp_path, ranks)
     assert parse(str(tmp_path)) == Target(str(tmp_path), "http://127.0.0.1:7", tmp_path)
     assert not targets.publish(tmp_path, ranks[:1])  # another one is there
@@ -85,7 +85,7 @@ def test_a_folder_whose_run_lives(tmp_path: Path) -> None:
 def test_a_folder_whose_run_is_over(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     assert targets.ranks_of(tmp_path) == []
-    targets.publish(tmp_path, [Address("agent 0", "http://127.0.0.1:7/metrics")])
+    targets.publish(tmp_path, [Address("agent_0", "http://127.0.0.1:7/metrics")])
     file = tmp_path / targets.RANKS
     mine = json.loads(file.read_text())
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -107,20 +107,20 @@ def test_what_is_displayed() -> None:
     for part in ("rolecall rl", "gang running  step 7", "1,200 steps/s", "7 s left", "return 3 of 475", "saving"):
         assert part in text
     assert "observer [0]" in text  # no markup
-    assert display.line().endswith("return 3 of 475  (agent 0 saving, observer [0] missing)")
+    assert display.line().endswith("return 3 of 475  (agent_0 saving, observer [0] missing)")
     display.problem = "Connection refused"
     assert "rank 0 does not answer: Connection refused" in drawn(display)
 
 
 def test_queues_and_weights_are_displayed() -> None:
     display = Display()
-    queues = [{"name": "samples", "owner": "agent 0", "depth": 3.0, "size": 8.0, "items": 10.25}]
-    weights = {"name": "[policy]", "newest": 41.0, "oldest": 38.0, "oldest_at": "observer 1"}
+    queues = [{"name": "samples", "owner": "agent_0", "depth": 3.0, "size": 8.0, "items": 10.25}]
+    weights = {"name": "[policy]", "newest": 41.0, "oldest": 38.0, "oldest_at": "observer_1"}
     display.state = state(queues=queues, weights=[weights, weights | {"oldest": 41.0}])
     text = drawn(display)
     assert "queue samples  3 of 8  10.2 items/s" in text
     assert text.count("weights [policy]  version 41") == 2
-    assert text.count("observer 1 is 3 behind") == 1
+    assert text.count("observer_1 is 3 behind") == 1
 
 
 @pytest.mark.parametrize(

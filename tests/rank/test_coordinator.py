@@ -183,9 +183,9 @@ def test_joins_stays_and_replacements_are_metrics_and_history(tmp_path: Path) ->
             gang, history = lead.gang, lead.files.journal.history
             gang.generation = Generation(2, {}, 0.0)
             gang.events += [
-                Event("generation", number=2, members="agent 0, observer 0-2", stayed=3),
-                Event("joined", members="observer 3-4", seconds=2.5, joins=(0.5, 2.5)),
-                Event("lost", cause="replaced", reason="agent 0 wants another worker of observer 0"),
+                Event("generation", number=2, members="agent_0, observer_0-2", stayed=3),
+                Event("joined", members="observer_3-4", seconds=2.5, joins=(0.5, 2.5)),
+                Event("lost", cause="replaced", reason="agent_0 wants another worker of observer_0"),
             ]
             lead.crashed(("observer", 0))  # news, which the coordinator reports at once
             values = {

@@ -40,7 +40,7 @@ def fails_to_load(task: Task, connection: Any) -> None:
 
 
 class Rank:
-    """The workers of observer 1."""
+    """The workers of observer_1."""
 
     def __init__(self, directory: Path, role: str = "observer", **settings: Any) -> None:
         self.registry, self.metrics, files = telemetry.build_supervisor(directory, is_rank0=False)

@@ -158,7 +158,7 @@ def test_each_role_asks_for_its_own_data() -> None:
 def test_directive_for_no_member_is_refused(tmp_path: Path, process: type[Process]) -> None:
     action = Action("start", Directive("run", 1, 2, 3, (("ps", 0),), role="trainer"))
     with pytest.raises(
-        UsageError, match=r"^rank 0 assigns trainer 1, who is no member of generation 3; run the same ver"
+        UsageError, match=r"^rank 0 assigns trainer_1, who is no member of generation 3; run the same ver"
     ):
         asyncio.run(manager(tmp_path).carry_out(action))
 

@@ -156,7 +156,7 @@ def test_a_history_is_read_as_it_was_recorded(seed: int) -> None:
         rows += run.record([(chance.choice(history.CHANGES), step, now, chance.random())])
         rows += run.stall("ended", chance.random())
         rows += run.keep_workers(chance.randint(0, 3), number)
-        rows += run.add_ranks(chance.randint(0, 3), number, "observer 1-3")
+        rows += run.add_ranks(chance.randint(0, 3), number, "observer_1-3")
     rows += run.close()
     assert state(again(rows)) == state(run)
 
@@ -165,13 +165,13 @@ def test_joins_and_stays_are_counted() -> None:
     run = History()
     assert run.keep_workers(0, 1) == []
     run.keep_workers(2, 2)
-    run.add_ranks(3, 2, "observer 1-3")
-    run.add_ranks(1, 2, "observer 4")
+    run.add_ranks(3, 2, "observer_1-3")
+    run.add_ranks(1, 2, "observer_4")
     assert (run.joined, run.stayed, run.lost, run.ends) == (4, 2, {}, {})
     assert [(event.what, event.count, event.reason, event.cause) for event in run.events] == [
         ("stayed", 2, "", ""),
-        ("joined", 3, "observer 1-3", ""),
-        ("joined", 1, "observer 4", ""),
+        ("joined", 3, "observer_1-3", ""),
+        ("joined", 1, "observer_4", ""),
     ]
 
 

@@ -16,7 +16,7 @@ RANKS = (
     f' or rolecall_rank_info{{exported_job="",job=~"$job",{_IN}}})'
 )
 JOB = "{{namespace}} {{job}}"
-RANK = "{{namespace}} {{job}} {{role}} {{ordinal}}"
+RANK = "{{namespace}} {{job}} {{role}}_{{ordinal}}"
 
 
 def ranked(expr: str, *labels: str) -> str:

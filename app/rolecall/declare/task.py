@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.config import Settings
+from rolecall.gang.protocol import name_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Peer:
     @property
     def name(self) -> str:
         """The peer's name in calls: ROLE_ORDINAL."""
-        return f"{self.role}_{self.ordinal}"
+        return name_of((self.role, self.ordinal))
 
     def __str__(self) -> str:
         return self.name

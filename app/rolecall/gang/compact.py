@@ -49,8 +49,8 @@ def unpack(ranges: Ranges) -> tuple[Key, ...]:
 
 
 def text_of(keys: Iterable[Key]) -> str:
-    """`keys` in words, such as "agent 0, observer 0-2"; of many ranges, the first ones."""
-    parts = [f"{role} {part}" for role, ordinals in pack(keys) for part in ordinals.split(",")]
+    """`keys` in words, such as "agent_0, observer_0-2"; of many ranges, the first ones."""
+    parts = [f"{role}_{part}" for role, ordinals in pack(keys) for part in ordinals.split(",")]
     more = f" and {len(parts) - MAX_RANGES_IN_TEXT} more" if len(parts) > MAX_RANGES_IN_TEXT else ""
     return ", ".join(parts[:MAX_RANGES_IN_TEXT]) + more
 

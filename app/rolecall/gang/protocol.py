@@ -311,8 +311,8 @@ class RejectedError(Exception):
 
 
 def name_of(key: Key) -> str:
-    """`observer 1` for ("observer", 1)."""
-    return f"{key[0]} {key[1]}"
+    """`observer_1` for ("observer", 1)."""
+    return f"{key[0]}_{key[1]}"
 
 
 def end_of(key: Key, worker: WorkerStatus) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.errors import UsageError
+from rolecall.gang.protocol import name_of
 from rolecall.observe import targets
 
 REPLY_SECONDS = 10.0  # for a request and its reply
@@ -39,7 +40,7 @@ class ListedRank:
     @property
     def name(self) -> str:
         """As remote calls name it: `observer_1`."""
-        return f"{self.role}_{self.ordinal}"
+        return name_of((self.role, self.ordinal))
 
 
 class Control:

@@ -18,6 +18,7 @@ from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.declare.describe import Description
 from rolecall.errors import UNSAVED, USAGE, UsageError
+from rolecall.gang.protocol import name_of
 from rolecall.launch.control import Control, ListedRank
 from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, Machines, remove_leftovers, temporary_folder
 from rolecall.launch.hosts import Hosts
@@ -59,10 +60,6 @@ async def _wait(
     )
     await asyncio.wait({done, signalled}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     done.cancel()
-
-
-def _name(role: str, ordinal: int) -> str:
-    return f"{role} {ordinal}"
 
 
 class LocalRun:
@@ -109,7 +106,7 @@ class LocalRun:
             raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
         members = [(role.name, ordinal) for role in self.job.roles for ordinal in range(role.count)]
         self._token_file = self._make_token()
-        planned = self._machines.plan({_name(role, ordinal): self.job.gpus[role] for role, ordinal in members})
+        planned = self._machines.plan({name_of(key): self.job.gpus[key[0]] for key in members})
         self._shared = {
             **self._machines.environment(self._temporary, self._token_file),
             **self.job.flags,
@@ -126,7 +123,7 @@ class LocalRun:
 
     def _rank(self, role: str, ordinal: int, variables: dict[str, str]) -> RankProcess:
         environment = {**self._shared, "ROLE": role, "ORDINAL": str(ordinal), **variables}
-        log, place = self.directory / "logs" / f"{role}-{ordinal}.log", self._machines.place(role, ordinal)
+        log, place = self.directory / "logs" / f"{name_of((role, ordinal))}.log", self._machines.place(role, ordinal)
         return RankProcess(
             role, ordinal, environment, log, self.show, place=place, crashed=self._report_crash, seen=self._seen
         )
@@ -281,7 +278,7 @@ class LocalRun:
         rank = next((rank for rank in self.ranks if (rank.role, rank.ordinal) == (role, ordinal)), None)
         if rank is None or rank.process is None or not rank.pid:
             state = "" if rank is None else f": it is {rank.state}"
-            raise UsageError(f"{_name(role, ordinal)}: has no process now{state}")
+            raise UsageError(f"{name_of((role, ordinal))}: has no process now{state}")
         killed = await rank.process.kill_part(part)
         if not killed.processes:
             there = ", ".join(dict.fromkeys(killed.parts)) or "none"
@@ -315,7 +312,7 @@ class LocalRun:
         return "; ".join(done) or f"{role} has {count} already"
 
     def _planned(self, role: str, ordinal: int) -> RankProcess:
-        (variables,) = self._machines.plan({_name(role, ordinal): self.job.gpus[role]})
+        (variables,) = self._machines.plan({name_of((role, ordinal)): self.job.gpus[role]})
         rank = self._rank(role, ordinal, variables)
         self.ranks.append(rank)
         self.addresses.append(self._address(rank))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from rolecall.gang.protocol import name_of
 from rolecall.launch.here import Here, Place, Process, follow
 from rolecall.launch.output import Splitter, Tracebacks
 from rolecall.rank.guard import FINAL_CODES, CrashBackoff
@@ -38,7 +39,7 @@ class RankProcess:
         seen: set[tuple[str, str]] | None = None,
     ) -> None:
         self.role, self.ordinal, self.environment, self.log, self.show = role, ordinal, environment, log, show
-        self.name, self.crashed = f"{role} {ordinal}", crashed
+        self.name, self.crashed = name_of((role, ordinal)), crashed
         self._seen = set[tuple[str, str]]() if seen is None else seen  # tracebacks that were shown
         self._place: Place = place or Here()
         self.process: Process | None = None

@@ -28,7 +28,7 @@ async def ask(
     to: Collection[str] | None = None,
     timeout: float = 5.0,
 ) -> dict[str, Any]:
-    """The replies of the ranks `to` ("observer 1"), or of all, of the job at `target` to a query, by rank.
+    """The replies of the ranks `to` ("observer_1"), or of all, of the job at `target` to a query, by rank.
 
     `target` is a TARGET of `rolecall watch`. Raises UsageError if rank 0 is not reached or refuses.
     """

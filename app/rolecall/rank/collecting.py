@@ -126,12 +126,12 @@ class Collector:
         return spans.ended
 
     def _path(self, key: Key, generation: int, join: int) -> Path:
-        return self.folder / f"{key[0]}-{key[1]}-{generation}{f'-{join}' if join else ''}.jsonl"
+        return self.folder / f"{name_of(key)}-{generation}{f'-{join}' if join else ''}.jsonl"
 
     def _resume(self, key: Key) -> Cursor:
         """If an earlier process of rank 0 has stopped: its files are copies of the ranks', from their beginning."""
-        form = re.compile(rf"{key[0]}-{key[1]}-(\d+)(?:-(\d+))?")
-        matches = (form.fullmatch(path.stem) for path in self.folder.glob(f"{key[0]}-{key[1]}-*.jsonl"))
+        form = re.compile(rf"{name_of(key)}-(\d+)(?:-(\d+))?")
+        matches = (form.fullmatch(path.stem) for path in self.folder.glob(f"{name_of(key)}-*.jsonl"))
         parts = [(int(match[1]), int(match[2] or 0)) for match in matches if match]
         if not parts:
             return Cursor()

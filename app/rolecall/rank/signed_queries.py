@@ -90,7 +90,7 @@ def _read(body: bytes) -> tuple[Question, list[Key] | None, float]:
 
 
 def _key(name: str) -> Key:
-    role, ordinal = name.rsplit(" ", 1)
+    role, ordinal = name.rsplit("_", 1)
     return role, int(ordinal)
 
 

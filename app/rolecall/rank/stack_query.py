@@ -63,8 +63,7 @@ async def describe(worker: WorkerProcess | None) -> dict[str, Any]:
         "note": note,
         "threads": threads,
         "calls": [
-            (" ".join(to.rsplit("_", 1)), method, round(seconds + waited, 1), thread)
-            for to, method, seconds, _, thread in worker.long_calls
+            (to, method, round(seconds + waited, 1), thread) for to, method, seconds, _, thread in worker.long_calls
         ],
     }
 

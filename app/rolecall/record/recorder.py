@@ -102,7 +102,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.on = False  # what begins now is recorded
-        self.me = ""  # this rank's name, such as `ps 0`
+        self.me = ""  # this rank's name, such as `ps_0`
         self.started = 0  # monotonic ns
         self._spans: deque[Waiting] = deque()
         self._dropped = 0  # spans for which there was no room in memory

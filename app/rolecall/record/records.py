@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter
 
 from rolecall.errors import UsageError
+from rolecall.gang.protocol import name_of
 
 FOLDER = "trace"  # in rank 0's CHECKPOINT_DIR
 SUFFIX = ".jsonl"
@@ -40,8 +41,8 @@ class Process:
 
     @cached_property
     def name(self) -> str:
-        """The rank's name, such as `ps 0`."""
-        return f"{self.role} {self.ordinal}"
+        """The rank's name, such as `ps_0`."""
+        return name_of((self.role, self.ordinal))
 
     @property
     def wall_ns(self) -> int:

@@ -18,6 +18,7 @@ from rolecall.declare.describe import Description
 from rolecall.declare.registry import Identity
 from rolecall.declare.task import Peer
 from rolecall.errors import UsageError
+from rolecall.gang.protocol import name_of
 from rolecall.observe.doctor.checks import Once, within
 from rolecall.observe.doctor.rank0 import Rank0
 from rolecall.observe.probe import LOCAL
@@ -83,7 +84,7 @@ class Subject:
             return "a rank with a wrong place"
         if place is None or not place.role:
             return "a rank without a place"
-        return place.role if place.ordinal is None else f"{place.role} {place.ordinal}"
+        return place.role if place.ordinal is None else name_of((place.role, place.ordinal))
 
     @property
     def port(self) -> int:

@@ -36,19 +36,19 @@ def parser() -> argparse.ArgumentParser:
         description="The stacks of the ranks' workers, what remote calls wait for whom, and deadlocks among them.",
     )
     parser.add_argument("target", metavar="TARGET", help="HOST:PORT or URL of rank 0's metrics, or a run's folder")
-    parser.add_argument("ranks", nargs="*", metavar="RANK", help="show the stacks of these only: ps-0, or a role (all)")
+    parser.add_argument("ranks", nargs="*", metavar="RANK", help="show the stacks of these only: ps_0, or a role (all)")
     parser.add_argument("--json", action="store_true", help="every rank's reply and the conclusions, as JSON")
     return parser
 
 
 def chosen(words: Sequence[str], replies: Mapping[str, Any]) -> list[str] | None:
-    """The ranks that `words` name, as ROLE-ORDINAL or ROLE; None without words. Raises UsageError for one that does
+    """The ranks that `words` name, as ROLE_ORDINAL or ROLE; None without words. Raises UsageError for one that does
     not exist."""
     names: list[str] = []
     for word in words:
         match = RANK.fullmatch(word)
-        exact = f"{match['role']} {match['ordinal']}" if match else ""
-        matching = [name for name in replies if name == exact or name.rpartition(" ")[0] == word]
+        exact = f"{match['role']}_{match['ordinal']}" if match else ""
+        matching = [name for name in replies if name == exact or name.rpartition("_")[0] == word]
         if not matching:
             raise UsageError(f"RANK {word!r}: no such rank in the gang ({', '.join(replies) or 'which is empty'})")
         names += [name for name in matching if name not in names]

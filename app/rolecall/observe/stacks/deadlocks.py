@@ -43,7 +43,7 @@ class Rank:
     @property
     def role(self) -> str:
         """The rank's role."""
-        return self.name.rpartition(" ")[0]
+        return self.name.rpartition("_")[0]
 
     @property
     def serving(self) -> tuple[Thread, ...]:

@@ -168,7 +168,7 @@ class Live:
         return bool(reply["more"] and reply["data"])
 
     def _write(self, rank: str, reply: Reply) -> None:
-        path = self.folder / f"{rank.replace(' ', '-')}-{Path(reply['file']).stem}{records.SUFFIX}"
+        path = self.folder / f"{rank}-{Path(reply['file']).stem}{records.SUFFIX}"
         with UsageError.wrap(f"{self.folder}: cannot be written", OSError), path.open("a") as file:
             if not file.tell() and reply["offset"]:  # from the middle of a file on, which begins with its process
                 file.write(json.dumps(["process", reply["process"]]) + "\n")

@@ -81,7 +81,7 @@ class Exporter:
         trace, flags, error = int(span.trace, 16), TraceFlags(TraceFlags.SAMPLED), str(span.attributes.get("error", ""))
         parent = SpanContext(trace, int(span.parent, 16), span.kind == "server", flags) if span.parent else None
         called = str(span.attributes.get("to", "")) if span.kind == "client" else process.name
-        service = called.rpartition(" ")[0] or called
+        service = called.rpartition("_")[0] or called
         attributes = {f"rolecall.{name}": value for name, value in span.attributes.items() if name != "error"}
         attributes |= {"rolecall.rank": process.rank, "rolecall.generation": process.generation}
         attributes |= {"thread.id": span.thread}
@@ -108,7 +108,7 @@ class Exporter:
         if process not in self._resources:
             attributes: dict[str, Any] = {
                 "service.namespace": "rolecall",
-                "service.instance.id": f"{process.role}-{process.ordinal}",
+                "service.instance.id": process.name,
                 "host.name": process.host,
                 "process.pid": process.pid,
             }

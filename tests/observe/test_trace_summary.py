@@ -104,12 +104,12 @@ def test_phases_collectives_and_waits_for_a_turn(tmp_path: Path) -> None:
     first.span("wait", 80 * MS, 99 * MS)
     summary = summary_of(tmp_path, first, other)
     shares = {name: {what: time / MS for what, time in rank.spent.items()} for name, rank in summary.ranks.items()}
-    assert shares["master 0"] == {"waiting": 60, "computing": 10, "checkpoint": 30}
+    assert shares["master_0"] == {"waiting": 60, "computing": 10, "checkpoint": 30}
     assert {what: shares["trainer_0"][what] for what in ("handling", "all-reduce")} == {
         "handling": 32,
         "all-reduce": 15,
     }
-    times = summary.ranks["master 0"].calls["trainer_0", "train"]
+    times = summary.ranks["master_0"].calls["trainer_0", "train"]
     assert (times.handler / MS, times.queueing / MS, times.network / MS) == (30 + 17, 9, 4)  # queueing for its turn
 
 

@@ -95,6 +95,6 @@ def write(folder: Path, *workers: Worker) -> Trace:
     """Writes the files of these workers; returns the trace."""
     folder.mkdir(exist_ok=True)
     for worker in workers:
-        path = folder / f"{worker.role}-{worker.ordinal}-{worker.generation}.jsonl"
+        path = folder / f"{worker.role}_{worker.ordinal}-{worker.generation}.jsonl"
         path.write_bytes(b"".join(map(line, [worker.process, *worker.spans])))
     return records.read(folder)

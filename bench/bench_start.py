@@ -61,6 +61,8 @@ class Measured:
         return TIMES * statistics.median(self.imports) + PLUS
 
     def bars(self) -> list[command.Bar]:
+        if not self.imports:
+            return []
         limit = f"<= {self.limit():.2f} s: {TIMES:g} x the import + {PLUS:g} s"
         bars = [(f"{job}, first step", f"{self.seconds(job):.2f} s", limit, self.seconds(job) <= self.limit())
                 for job in JOBS if f"{job}_1" in self.steps]  # fmt: skip

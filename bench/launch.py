@@ -55,7 +55,7 @@ class Run:
         for line in self.process.stdout:
             self._lines.append(line)
             event = _event(line)
-            if event.get("event") in ("gang lost", "gang stopped"):
+            if event.get("event") in ("gang lost", "gang stopped") and self.process.poll() is None:
                 raise RuntimeError(f"{event['event']}: {event.get('cause')}, {event.get('reason')}")
             yield event
 

@@ -32,7 +32,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-hosts test-slurm test-versions test-engines simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-llm bench-trace bench-wan bench-weights bench-table peers bench-rl-quality bench-peers chaos docs site clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-hosts test-slurm test-versions test-engines simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-llm bench-trace bench-weights bench-table peers bench-rl-quality bench-peers chaos docs site clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -208,7 +208,7 @@ down: ## deletes the containers, their networks AND their checkpoints
 bench-rl: $(READY) ## measures speed and time to solve against the tutorial's way (10 to 20 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m bench.bench_rl
 
-bench-ps: $(READY) ## measures the parameter server's speed, accuracy and growth (15 to 20 minutes; BENCH_JSON=FILE)
+bench-ps: $(READY) ## measures the parameter server's speed and accuracy (15 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m bench.bench_ps
 
 bench-rnn: $(READY) ## measures the language model's speed, bytes and perplexity (15 to 20 minutes; BENCH_JSON=FILE)
@@ -216,12 +216,6 @@ bench-rnn: $(READY) ## measures the language model's speed, bytes and perplexity
 
 bench-hybrid: $(READY) ## measures the hybrid job's speed beside DDP and (after make peers) TorchRec and by size of the table, and its accuracy (15 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m bench.bench_hybrid
-
-bench-hashed: $(READY) ## measures a hashed table: memory for 100 million distinct ids, speed, accuracy at equal memory (15 minutes; BENCH_JSON=FILE ARGS="--ids 1e6")
-	$(BIN)/python -m bench.bench_hashed $(ARGS)
-
-bench-connect: $(READY) ## measures what it costs to connect 4 to 128 workers (5 minutes; BENCH_JSON=FILE)
-	$(BIN)/python -m bench.bench_connect
 
 bench-scale: $(READY) ## measures what 30 to 3,000 members cost rank 0, and how fast its orders reach them (4 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m bench.bench_scale
@@ -235,8 +229,8 @@ bench-table: $(READY) ## measures the hybrid job's speed with a table three time
 bench-checkpoint: $(READY) ## measures what checkpoints of large models cost (24 GiB of memory, 15 minutes; BENCH_JSON=FILE SCALE=1)
 	$(BIN)/python -m bench.bench_checkpoint --scale $(or $(SCALE),1)
 
-bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turns (20 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=rtt,ps)
-	$(BIN)/python -m bench.bench_tls --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
+bench-tls: $(READY) ## measures what TLS between ranks costs the jobs: off, require, always, in turns (20 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=ps,rnn)
+	$(BIN)/python -m bench.bench_setting --setting TLS --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
 
 bench-calls: $(READY) ## measures calls beside (after make peers) gRPC, Monarch and Ray, and torch RPC; as root between namespaces too (15 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=ours,torch,busy,members)
 	$(BIN)/python -m bench.bench_calls --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
@@ -247,15 +241,11 @@ bench-stay: $(READY) ## measures what joins and deaths cost members that take 20
 bench-llm: $(READY) ## measures reinforcement learning of a language model: with random kills, rates beside one process, and beside (after make peers) Ray and Monarch (25 minutes; BENCH_JSON=FILE ONLY=kills,rates,peers SYSTEMS=ours,ray,monarch ARGS="--quick")
 	$(BIN)/python -m bench.bench_llm $(if $(ONLY),--only "$(ONLY)") $(if $(SYSTEMS),--systems "$(SYSTEMS)") $(ARGS)
 
-bench-trace: $(READY) ## measures what traces cost: off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
-	$(BIN)/python -m bench.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
+bench-trace: $(READY) ## measures what traces cost the jobs: off and on, in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=ps,rl_observer)
+	$(BIN)/python -m bench.bench_setting --setting TRACE --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
 
 bench-weights: $(READY) ## measures how soon published weights reach 8 readers on links of their own, as root (10 minutes; BENCH_JSON=FILE LINKS=1gbit,100mbit ROUNDS=3 ARGS="--quick")
 	$(BIN)/python -m bench.bench_weights --rounds $(or $(ROUNDS),3) $(if $(LINKS),--links "$(LINKS)") $(ARGS)
-
-bench-wan: $(READY) ## measures the modes of ps on slow links, as root: bytes, rates, time to sync's accuracy (hours in full; BENCH_JSON=FILE; parts by TASKS=digits MODES=sync,local-int4 LINKS=20mbit SEEDS=1-5 ONLY=rate)
-	$(BIN)/python -m bench.bench_wan $(if $(TASKS),--tasks "$(TASKS)") $(if $(MODES),--modes "$(MODES)") \
-	  $(if $(LINKS),--links "$(LINKS)") $(if $(SEEDS),--seeds "$(SEEDS)") $(if $(ONLY),--only "$(ONLY)") $(ARGS)
 
 # a group that cannot be installed is left out: each has a gymnasium of its own
 peers: ## installs the libraries that rl, hybrid, calls and examples/grpo.py are measured beside to build/peers/, each group in a venv of its own (15 minutes, 9 GB)

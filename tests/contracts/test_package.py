@@ -183,6 +183,21 @@ def named_by(requirements: Iterable[str]) -> set[str]:
     return {re.sub(r"[-_.]+", "-", Requirement(text).name).lower() for text in requirements}
 
 
+@pytest.mark.parametrize(
+    ("target", "extras"), [*((f"run-{name}", name) for name in REFUSED), ("lint", "jobs,dev,docs")]
+)
+def test_make_installs_what_a_target_needs_once(tmp_path: Path, target: str, extras: str) -> None:
+    def installs() -> list[str]:
+        ended = commands.run(("make", "--dry-run", target, f"VENV={tmp_path}"), cwd=ROOT, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        return re.findall(r"--editable '(.*)'", ended.stdout)
+
+    assert installs() == [f".[{extras}]"]
+    (tmp_path / f".ready-{target.removeprefix('run-')}").touch()
+    (tmp_path / ".ready").touch()
+    assert installs() == []
+
+
 def test_the_package_the_command_and_the_module_are_installed(installed: Installed, tmp_path: Path) -> None:
     where = "import rolecall; print(rolecall.__file__, rolecall.__version__)"
     assert installed.run(tmp_path, "python", "-c", where).split() == [
@@ -216,13 +231,13 @@ def test_the_readmes_program_runs_without_the_repository(installed: Installed, t
 
 
 def test_the_core_describes_every_job_without_their_libraries(installed: Installed, tmp_path: Path) -> None:
-    commands = [["jobs"], ["completion", "bash"], ["metrics"]]
-    commands += [[command, job] for job in REFUSED for command in ("config", "metrics", "describe")]
+    listed = [["jobs"], ["completion", "bash"], ["metrics"]]
+    listed += [[command, job] for job in REFUSED for command in ("config", "metrics", "describe")]
     code = f"""
 import importlib.util
 from rolecall.__main__ import main
 assert not [name for name in {OF_JOBS} if importlib.util.find_spec(name)]
-for words in {commands}:
+for words in {listed}:
     assert main(words) == 0, words
 """
     out = installed.run(tmp_path, "python", "-c", code)

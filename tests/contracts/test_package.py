@@ -262,7 +262,8 @@ def test_a_checkpoint_of_a_job_whose_extra_is_missing(
 
 
 def test_a_rank_whose_extra_is_missing(installed: Installed, tmp_path: Path) -> None:
-    rank = {"JOB": "rl", "ROLE": "agent", "TLS": "off", "PORT": str(*free_ports(1)), "CHECKPOINT_DIR": str(tmp_path)}
+    port, metrics = map(str, free_ports(2))
+    rank = {"JOB": "rl", "ROLE": "agent", "TLS": "off", "PORT": port, "METRICS_PORT": metrics}
     ended = installed.end(tmp_path, "rolecall", "rank", **rank)
     assert ended.returncode == USAGE
     assert ended.stderr.splitlines()[-1] == f"rolecall: {REFUSED['rl']}"

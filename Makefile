@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
+# what is installed in the one .venv: everything, or what a job needs; each installation adds to it
 READY := $(VENV)/.ready
+READY_JOBS := $(READY)-rl $(READY)-ps $(READY)-rnn $(READY)-hybrid
+COMMA := ,
 # containers, test-versions: the build of torch (cpu, cuda) or its version; an index that has it, if pip's does not
 TORCH ?= cpu
 TORCH_INDEX ?=
@@ -37,25 +40,27 @@ BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) ## creates .venv (PIP_ARGS are pip's options, e.g. an index of CPU builds of torch)
+setup: $(READY) ## creates .venv with everything (PIP_ARGS are pip's options, e.g. an index of CPU builds of torch)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): EXTRAS = jobs$(COMMA)dev$(COMMA)docs
+$(READY_JOBS): EXTRAS = $(@:$(READY)-%=%)
+$(READY) $(READY_JOBS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Rolecall needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || { echo "no venv module: install python3-venv (Debian, Ubuntu)" >&2; exit 2; }
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev,docs]'
-	@touch $@
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@ $(if $(filter $(READY),$@),$(READY_JOBS))
 
-run-rl: $(READY) ## trains the reinforcement learning job here: one agent, two observers
+run-rl: $(READY)-rl ## trains the reinforcement learning job here: one agent, two observers
 	$(BIN)/rolecall run rl
 
-run-ps: $(READY) ## trains the parameter server job here: one server, two trainers
+run-ps: $(READY)-ps ## trains the parameter server job here: one server, two trainers
 	$(BIN)/rolecall run ps
 
-run-rnn: $(READY) ## trains the language model here: embedding and decoder in one process, LSTM in another
+run-rnn: $(READY)-rnn ## trains the language model here: embedding and decoder in one process, LSTM in another
 	$(BIN)/rolecall run rnn
 
-run-hybrid: $(READY) ## trains the hybrid job here: a master, a server with the table, two trainers under DDP
+run-hybrid: $(READY)-hybrid ## trains the hybrid job here: a master, a server with the table, two trainers under DDP
 	$(BIN)/rolecall run hybrid
 
 # set, it has each of hundreds of processes compile the modules anew
@@ -105,7 +110,6 @@ wheels: ## downloads the image's Python packages to docker/wheels/ (TORCH=cpu|cu
 	@test -x build/pip/bin/python || $(PYTHON) -m venv build/pip
 	build/pip/bin/python docker/dependencies.py download --wheels docker/wheels --torch "$(TORCH)" --index "$(TORCH_INDEX)" --platforms "$(PLATFORMS)"
 
-COMMA := ,
 BUILD = --file docker/Dockerfile --build-arg TORCH --build-arg TORCH_INDEX --build-arg BASE="$(or $(BASE),debian:bookworm-slim)" \
   --build-arg VERSION="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' app/rolecall/config.py)" \
   --build-arg REVISION="$$(git describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null)"

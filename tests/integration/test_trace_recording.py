@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rolecall.observe import ask
-from rolecall.observe.trace.copies import Copies
+from rolecall.observe.trace.copies import TraceCopies
 from rolecall.record.records import SpanRecord, read
 from tests.integration.cluster import DEADLINE, ROOT, TOKEN, Cluster, until
 
@@ -103,7 +103,7 @@ def test_without_trace_nothing_is_recorded_until_somebody_asks(
         return asyncio.run(asyncio.wait_for(ask.ask(port, what, arguments, to), DEADLINE))
 
     assert query("trace", {"seconds": 60}) == {"lead_0": {}, "worker_0": {}, "worker_1": {}}
-    copies = Copies(tmp_path / "copies", "worker_1")
+    copies = TraceCopies(tmp_path / "copies", "worker_1")
 
     def recorded() -> bool:
         copies.add(query("spans", {"have": copies.have}, ["worker_1"])["worker_1"])

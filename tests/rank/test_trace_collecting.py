@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from rolecall.gang.protocol import Key
-from rolecall.observe.trace.copies import Copies
+from rolecall.observe.trace.copies import TraceCopies
 from rolecall.observe.trace.otlp import Exporter
 from rolecall.rank import collecting, tracing
 from rolecall.rank.collecting import Collector
@@ -134,7 +134,7 @@ def test_a_restarted_rank_0_and_one_whose_disk_was_full_copy_files_again(rank: R
     add(path, "b")
     gang.collect()
     assert text(gang.folder / "ps_0-3.jsonl") == path.read_text()
-    copies = Copies(gang.folder, "ps_0")
+    copies = TraceCopies(gang.folder, "ps_0")
     copies.add(rank.reply({}))
     add(path, "c")
     copies.folder = tmp_path / "no folder" / "below"
@@ -228,7 +228,7 @@ def test_a_recording_begins_where_the_workers_file_ends(rank: Rank, tmp_path: Pa
         assert have == {path.name: size}
         assert worker.sent[1:] == [RecordTrace(path, 20)]
         add(path, "b")
-        copies = Copies(tmp_path / "copies", "ps_0", have)
+        copies = TraceCopies(tmp_path / "copies", "ps_0", have)
         copies.add(rank.reply(copies.have))
         add(path, "c")
         copies.add(rank.reply(copies.have))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rolecall import telemetry
 from rolecall.gang.protocol import OVER, Key, name_of
 from rolecall.observe.trace import otlp
-from rolecall.observe.trace.copies import Copies
+from rolecall.observe.trace.copies import TraceCopies
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.queries import ReadTrace
 from rolecall.rank.tracing import HAND_OVER_SECONDS
@@ -22,14 +22,14 @@ QUERY_TIMEOUT_SECONDS = 2.0
 
 
 class Collector:
-    """Copies the files of the gang's members, and exports their spans if OpenTelemetry's variables ask for it."""
+    """TraceCopies the files of the gang's members, and exports their spans if OpenTelemetry's variables ask for it."""
 
     def __init__(
         self, coordinator: Coordinator, open_exporter: Callable[[], otlp.Exporter | None] = otlp.exporter
     ) -> None:
         self._coordinator, self._open_exporter = coordinator, open_exporter
         self._exporter: otlp.Exporter | None = None
-        self._copies: dict[Key, Copies] = {}
+        self._copies: dict[Key, TraceCopies] = {}
         self._ended: set[Key] = set()  # members that are about to end: they had nothing to add, and no worker
         self._closing, self._complete = False, asyncio.Event()
         self._warned = False
@@ -54,7 +54,7 @@ class Collector:
             await asyncio.to_thread(self._exporter.close)
 
     async def collect(self) -> bool:
-        """Copies what there is, of all members at the same time. Returns whether no more will come of any."""
+        """TraceCopies what there is, of all members at the same time. Returns whether no more will come of any."""
         members = {*self._coordinator.gang.members} - self._ended
         results = await asyncio.gather(*map(self._collect, members), return_exceptions=True)
         errors = [result for result in results if isinstance(result, Exception)]
@@ -67,7 +67,7 @@ class Collector:
     async def _collect(self, key: Key) -> bool:
         coordinator = self._coordinator
         ending = self._closing or coordinator.gang.state in OVER
-        copies = self._copies.setdefault(key, Copies(coordinator.settings.checkpoint_dir / FOLDER, name_of(key)))
+        copies = self._copies.setdefault(key, TraceCopies(coordinator.settings.checkpoint_dir / FOLDER, name_of(key)))
         while True:
             async with self._turns:
                 question = ReadTrace(copies.have, collect=True)

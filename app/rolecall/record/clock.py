@@ -44,8 +44,8 @@ class Clock:
         self._shifts = [one.unix_ns - one.monotonic_ns for one in kept] or [wall_ns]
         self.error_ns = max((one.error_ns for one in kept), default=None)
         if self.error_ns:
-            gaps = (after - before for before, after in itertools.pairwise(self._times))
-            self.error_ns += round(DRIFT * max(WINDOW_NS, *(gap // 2 for gap in gaps)))
+            gaps = [after - before for before, after in itertools.pairwise(self._times)]
+            self.error_ns += round(DRIFT * max(WINDOW_NS, max(gaps, default=0) / 2))
 
     def unix_ns(self, time: int) -> int:
         """The Unix time of a `time` of the process."""

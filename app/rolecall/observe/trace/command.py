@@ -16,7 +16,7 @@ from rolecall.errors import UsageError
 from rolecall.observe.ask import ask
 from rolecall.observe.trace import perfetto
 from rolecall.observe.trace.calls import Calls
-from rolecall.observe.trace.copies import Copies
+from rolecall.observe.trace.copies import TraceCopies
 from rolecall.observe.trace.summary import Summary
 from rolecall.record import records, rundir
 from rolecall.record.history import History
@@ -114,14 +114,14 @@ async def _record(target: str, folder: Path, seconds: float, console: Console) -
     is not reached or refuses, or no rank records."""
     replies = await ask(target, "trace", {"seconds": seconds}, None, QUERY_TIMEOUT_SECONDS)
     problems = {rank: str(reply.pop("error")) for rank, reply in replies.items() if "error" in reply}
-    copies = [Copies(folder, rank, have) for rank, have in replies.items() if rank not in problems]
+    copies = [TraceCopies(folder, rank, have) for rank, have in replies.items() if rank not in problems]
     if not copies:
         problem = "; ".join(f"{rank}: {problem}" for rank, problem in problems.items())
         raise UsageError(f"TARGET {target!r}: no rank records ({problem or 'the gang has no members'})")
     console.print(f"rolecall: recording for {seconds:g} s: {', '.join(one.rank for one in copies)}")
     turns = asyncio.Semaphore(MAX_PENDING_REQUESTS)
 
-    async def copy(one: Copies) -> None:
+    async def copy(one: TraceCopies) -> None:
         problems.pop(one.rank, None)
         try:
             more = True

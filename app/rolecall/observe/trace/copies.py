@@ -35,7 +35,7 @@ _CHUNKS = TypeAdapter(Chunk)
 
 
 @dataclass
-class Copies:
+class TraceCopies:
     """The copies of one rank's files in `folder`. `have` is how much of each need not be asked for."""
 
     folder: Path

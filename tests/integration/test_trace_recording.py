@@ -70,7 +70,8 @@ def check_calls(traces: dict[str, list[SpanRecord]]) -> None:
         assert spans[span.parent][1].name in above[span.name]
     calls = {span.name: span for _, span in clients}
     assert {*above, "broken"} <= {*calls}
-    assert calls["broken"].attributes["error"].endswith("raised ValueError: on purpose")
+    errors = [span.attributes["error"] for _, span in clients if span.name == "broken"]  # the first cancels the other
+    assert any(error.endswith("raised ValueError: on purpose") for error in errors)
     assert calls["inner"].attributes["sent"] > 0
     assert calls["inner"].attributes["received"] > 0
     every = [span for _, span in spans.values()]

@@ -80,10 +80,8 @@ class Span:
 
     def line(self) -> bytes:
         """Its record."""
-        times = self.start, self.stop or self.start
-        return line(
-            "span", self.id, self.parent, self.name, self.kind, *times, self.thread, self.attributes, self.trace
-        )
+        what, times = (self.id, self.parent, self.name, self.kind), (self.start, self.stop or self.start)
+        return line("span", *what, *times, *(self.thread, self.attributes, self.trace))
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)

@@ -29,6 +29,7 @@ PHASES: dict[str, Activity] = {
     **dict.fromkeys((*COLLECTIVES, "scatter"), "all-reduce"),
 }
 STEP, WAIT = "step", "wait"
+PARTS = ("network", "queueing", "handler", "an answer to come")  # of a call, as `Parts` has them
 # of activities at the same time the greatest counts; phases have a greater one
 PRIORITIES: dict[Activity, int] = {"computing": 0, "idle": 1, "waiting": 2, "handling": 3}
 Interval = tuple[int, int, Activity]  # from and to, in ns
@@ -118,7 +119,7 @@ class Summary:
         return table
 
     def _calls(self) -> Table:
-        table = _table("rank", "calls", "number", "ms each", "network", "queueing", "handler", "an answer to come")
+        table = _table("rank", "calls", "number", "ms each", *PARTS)
         for name, rank in self.ranks.items():
             for (to, method), times in sorted(rank.calls.items(), key=lambda one: -one[1].total):
                 shares = (_percent(part, times.total) for part in times.parts)

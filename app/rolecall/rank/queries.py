@@ -30,6 +30,8 @@ MAX_REPLY_BYTES = 32 * 2**20
 RESEND_SECONDS = 1.0  # until a query is sent again: the answer that carried it may be lost
 MAX_REMEMBERED_QUERIES = 1000  # a member replies to each once
 REPLY_ARRIVAL_SECONDS = 60.0  # from the beginning of a reply to its end
+WALL_NS = time.time_ns() - time.monotonic_ns()  # Unix time minus monotonic time, the same for all of rank 0's replies
+MAX_RECORDING_SECONDS = 3600.0
 Post = Callable[[str, Any], Awaitable[None]]
 
 # ---- what can be asked, and the typed replies
@@ -52,19 +54,19 @@ class ReadStacks:
 @dataclass(frozen=True)
 class StartTrace:
     """Starts a recording of the rank's worker, and of the workers of generations within `seconds`. The reply is the
-    `Cursor` at which the recording begins."""
+    sizes of the rank's files before, by name."""
 
-    seconds: float = 10.0
+    seconds: Annotated[float, Field(gt=0, le=MAX_RECORDING_SECONDS)] = 10.0
     what: Literal["trace"] = "trace"
 
 
 @dataclass(frozen=True)
-class ReadSpans:
-    """Asks for the `Spans` at the cursor (`file`, `offset`). With `collect`, rank 0 has written everything before the
-    cursor: the rank deletes earlier files, and its worker starts to record."""
+class ReadTrace:
+    """Asks for the next `Chunk` of the rank's files (observe/trace/copies.py), of which the asker has the first `have`
+    bytes. With `collect`, rank 0 has them on disk: the worker starts to record, and the rank may end if there is no
+    more."""
 
-    file: str
-    offset: int
+    have: dict[str, int] = field(default_factory=dict)
     collect: bool = False
     what: Literal["spans"] = "spans"
 
@@ -93,40 +95,13 @@ class DescribeStacks:
     what: Literal["stacks in words"] = "stacks in words"
 
 
-Question = ReadStats | ReadStacks | StartTrace | ReadSpans | Leave | ReportCrash | DescribeStacks
+Question = ReadStats | ReadStacks | StartTrace | ReadTrace | Leave | ReportCrash | DescribeStacks
 _QUESTION: TypeAdapter[Question] = TypeAdapter(Annotated[Question, Field(discriminator="what")])
 
 
 def read(what: str, arguments: dict[str, Any]) -> Question:
     """The question that a query or a client's request holds. Raises ValueError if there is none."""
     return _QUESTION.validate_python({**arguments, "what": what})
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """A place in a rank's records. `Cursor()` is the beginning of the oldest file."""
-
-    file: str = ""
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Spans:
-    """The records at a cursor.
-
-    `file` and `offset` are the cursor of `data`, in a later file if the given one has ended. `data` has whole lines,
-    `tracing.MAX_DATA_BYTES` at most; `next` is the offset behind it, and `more` says whether there is more already.
-    `process` is the first line of the file, {} if there is none; `ended` says whether the rank has no worker that adds
-    to it.
-    """
-
-    file: str
-    offset: int
-    data: str
-    next: int
-    more: bool
-    process: dict[str, Any]
-    ended: bool
 
 
 # ---- rank 0's end
@@ -139,6 +114,7 @@ class Pending:
     query: Query
     replied: asyncio.Future[Any]
     sent_at: float = float("-inf")
+    first_sent_ns: int = 0
 
 
 @dataclass
@@ -188,11 +164,12 @@ class Queries:
         now = time.monotonic()
         due = [each for each in self._pending.get(key, {}).values() if now - each.sent_at > RESEND_SECONDS]
         for each in due:
-            each.sent_at = now
+            each.sent_at, each.first_sent_ns = now, each.first_sent_ns or time.monotonic_ns()
         return tuple(each.query for each in due)
 
     async def receive(self, request: web.Request) -> web.Response:
-        """Receives a reply. A late one is dropped."""
+        """Receives a reply. A late one is dropped. One that has its rank's time gets rank 0's before and after it."""
+        received = {"received_ns": time.monotonic_ns(), "wall_ns": WALL_NS}
         try:
             async with asyncio.timeout(REPLY_ARRIVAL_SECONDS):
                 body = await request.clone(client_max_size=MAX_REPLY_BYTES).read()
@@ -202,6 +179,8 @@ class Queries:
             return web.json_response({"reason": "body", "text": "no reply to a query"}, status=400)
         for pending in self._pending.values():
             if (each := pending.get(number)) and not each.replied.done():
+                if isinstance(result, dict) and "clock_ns" in result:
+                    result |= {"sent_ns": each.first_sent_ns, **received}
                 each.replied.set_result(result)
         return web.json_response({})
 

@@ -13,7 +13,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.gang.protocol import Answer, Key, Query, name_of
 from rolecall.rank import messages
-from rolecall.rank.queries import Queries, Question, ReadSpans, read
+from rolecall.rank.queries import Queries, Question, ReadTrace, read
 from rolecall.tunnel.signatures import ASK_PATH, DeniedError, SignatureChecker
 
 MAX_BODY_BYTES = 64 * 1024
@@ -61,7 +61,7 @@ class SignedQueries:
         asking = asyncio.create_task(self._queries.ask(question, to=to, timeout=timeout))
         try:
             while not asking.done():
-                if self._over() and not isinstance(question, ReadSpans):  # a rank that ends replies to nothing else
+                if self._over() and not isinstance(question, ReadTrace):  # a rank that ends replies to nothing else
                     return _problem(409, "the job is over")
                 await asyncio.wait({asking}, timeout=POLL_SECONDS)
         finally:

@@ -37,7 +37,7 @@ ROOMS = {
     "rolecall/wire": 3050,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 53120, "bench": 9120, "tools": 2030, "docs": 47000}
+TOTALS = {"tests": 53140, "bench": 9120, "tools": 2030, "docs": 47000}
 
 
 def lines(path: Path) -> int:

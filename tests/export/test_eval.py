@@ -83,7 +83,7 @@ def test_it_is_given_the_settings_of_the_checkpoint_and_its_state(
 
 def test_one_file_is_evaluated_too(evaluated: Evaluate) -> None:
     code, out, _ = evaluated("return state", checkpoint="run/checkpoint-000002-0000000007.pt")
-    assert (code, out) == (0, "checkpoint-000002-0000000007.pt: pi_3.125\n")
+    assert (code, out) == (0, "checkpoint-000002-0000000007.pt: pi 3.125\n")
 
 
 def test_numbers_may_come_as_tensors(evaluated: Evaluate) -> None:

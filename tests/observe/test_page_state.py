@@ -14,11 +14,12 @@ import pytest
 
 from rolecall import telemetry
 from rolecall.gang.protocol import Query, RoleSpec, WorkerStatus
+from rolecall.messages.queries import Question
 from rolecall.observe.page import rates, state
 from rolecall.observe.page.rates import Rates, quantile
 from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.rank import stats
-from rolecall.rank.queries import Question, Replies
+from rolecall.rank.queries import Replies
 from rolecall.record import history
 from rolecall.record.history import History
 from tests.record import histories

@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 
 from rolecall.gang.protocol import Key
+from rolecall.messages.queries import Cursor, ReadSpans, Spans
+from rolecall.messages.worker import RecordTrace
 from rolecall.rank import collecting, tracing
 from rolecall.rank.collecting import Collector
-from rolecall.rank.pipe_messages import RecordTrace
-from rolecall.rank.queries import Cursor, ReadSpans, Spans
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.span_file import file_name

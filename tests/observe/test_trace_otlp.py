@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as proto
 
+from rolecall.messages.queries import ReadSpans
 from rolecall.observe.trace import otlp
 from rolecall.observe.trace.otlp import Exporter
 from rolecall.rank.collecting import Collector
-from rolecall.rank.queries import ReadSpans
 from tests.observe.traces import MS, UNIX, Worker, call, line
 
 DEADLINE = 20.0  # seconds

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from rolecall import telemetry
 from rolecall.gang.protocol import OVER, Key, name_of
+from rolecall.messages.codec import convert
+from rolecall.messages.queries import Cursor, ReadSpans, Spans
 from rolecall.observe.trace import otlp
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.queries import Cursor, ReadSpans, Spans
 from rolecall.rank.tracing import HAND_OVER_SECONDS
 from rolecall.record.records import FOLDER
 from rolecall.record.span_file import file_name
@@ -29,7 +28,6 @@ QUERY_TIMEOUT_SECONDS = 2.0
 LOG_REPEAT_SECONDS = 30.0
 Disk = Callable[..., Awaitable[Any]]  # runs a function in its thread
 Ask = Callable[..., Awaitable[dict[Key, Any]]]  # `Queries.ask`
-_SPANS = TypeAdapter(Spans)
 
 
 def collector(coordinator: Coordinator) -> Collector:
@@ -111,7 +109,7 @@ class Collector:
                 if "error" in reply:
                     telemetry.log().debug("no spans", rank=name_of(key), problem=reply["error"])
                     return key not in self.members()
-                spans = _SPANS.validate_python(reply)
+                spans: Spans = convert(Spans, reply)
                 if spans.data:
                     await self.disk(self._write, key, spans)
             if spans.data and self._exporter:

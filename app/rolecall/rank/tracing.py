@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rolecall import telemetry
-from rolecall.rank.pipe_messages import RecordTrace
-from rolecall.rank.queries import Cursor, Spans
+from rolecall.messages.queries import Cursor, Spans
+from rolecall.messages.worker import RecordTrace
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.span_file import file_name
 

@@ -18,7 +18,7 @@ class MessageError(ValueError):
 
 def encode(message: Any) -> bytes:
     """`message` as MessagePack. Raises MessageError for a value that no message can hold."""
-    return _encode(msgspec.msgpack.Encoder(enc_hook=_plain), message)
+    return _encode(_BINARY, message)
 
 
 def decode(kind: Any, data: bytes, limit: int = MAX_BYTES) -> Any:
@@ -29,7 +29,7 @@ def decode(kind: Any, data: bytes, limit: int = MAX_BYTES) -> Any:
 
 def encode_line(message: Any) -> bytes:
     """`message` as a line of JSON, in which NaN and infinity are null. Raises MessageError as `encode` does."""
-    return _encode(msgspec.json.Encoder(enc_hook=_plain), message) + b"\n"
+    return _encode(_TEXT, message) + b"\n"
 
 
 def decode_line(kind: Any, line: bytes, limit: int = MAX_BYTES) -> Any:
@@ -96,3 +96,6 @@ def _as_text(value: Any) -> Any:
         case list() | tuple():
             return [_as_text(each) for each in value]
     return value
+
+
+_BINARY, _TEXT = msgspec.msgpack.Encoder(enc_hook=_plain), msgspec.json.Encoder(enc_hook=_plain)

@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
+# what is installed in the one .venv: everything, or what a job needs; each installation adds to it
 READY := $(VENV)/.ready
+READY_JOBS := $(READY)-rl $(READY)-ps $(READY)-rnn $(READY)-hybrid
+COMMA := ,
 # containers, test-versions: the build of torch (cpu, cuda) or its version; an index that has it, if pip's does not
 TORCH ?= cpu
 TORCH_INDEX ?=
@@ -32,30 +35,32 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-hosts test-slurm test-versions test-engines simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-llm bench-trace bench-wan bench-weights bench-table peers bench-rl-quality bench-peers chaos docs site clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-hosts test-slurm test-versions test-engines simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-llm bench-trace bench-weights bench-table peers bench-rl-quality bench-peers chaos docs site clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) ## creates .venv (PIP_ARGS are pip's options, e.g. an index of CPU builds of torch)
+setup: $(READY) ## creates .venv with everything (PIP_ARGS are pip's options, e.g. an index of CPU builds of torch)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): EXTRAS = jobs$(COMMA)dev$(COMMA)docs
+$(READY_JOBS): EXTRAS = $(@:$(READY)-%=%)
+$(READY) $(READY_JOBS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Rolecall needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || { echo "no venv module: install python3-venv (Debian, Ubuntu)" >&2; exit 2; }
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev,docs]'
-	@touch $@
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@ $(if $(filter $(READY),$@),$(READY_JOBS))
 
-run-rl: $(READY) ## trains the reinforcement learning job here: one agent, two observers
+run-rl: $(READY)-rl ## trains the reinforcement learning job here: one agent, two observers
 	$(BIN)/rolecall run rl
 
-run-ps: $(READY) ## trains the parameter server job here: one server, two trainers
+run-ps: $(READY)-ps ## trains the parameter server job here: one server, two trainers
 	$(BIN)/rolecall run ps
 
-run-rnn: $(READY) ## trains the language model here: embedding and decoder in one process, LSTM in another
+run-rnn: $(READY)-rnn ## trains the language model here: embedding and decoder in one process, LSTM in another
 	$(BIN)/rolecall run rnn
 
-run-hybrid: $(READY) ## trains the hybrid job here: a master, a server with the table, two trainers under DDP
+run-hybrid: $(READY)-hybrid ## trains the hybrid job here: a master, a server with the table, two trainers under DDP
 	$(BIN)/rolecall run hybrid
 
 # set, it has each of hundreds of processes compile the modules anew
@@ -105,7 +110,6 @@ wheels: ## downloads the image's Python packages to docker/wheels/ (TORCH=cpu|cu
 	@test -x build/pip/bin/python || $(PYTHON) -m venv build/pip
 	build/pip/bin/python docker/dependencies.py download --wheels docker/wheels --torch "$(TORCH)" --index "$(TORCH_INDEX)" --platforms "$(PLATFORMS)"
 
-COMMA := ,
 BUILD = --file docker/Dockerfile --build-arg TORCH --build-arg TORCH_INDEX --build-arg BASE="$(or $(BASE),debian:bookworm-slim)" \
   --build-arg VERSION="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' app/rolecall/config.py)" \
   --build-arg REVISION="$$(git describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null)"
@@ -208,7 +212,7 @@ down: ## deletes the containers, their networks AND their checkpoints
 bench-rl: $(READY) ## measures speed and time to solve against the tutorial's way (10 to 20 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m bench.bench_rl
 
-bench-ps: $(READY) ## measures the parameter server's speed, accuracy and growth (15 to 20 minutes; BENCH_JSON=FILE)
+bench-ps: $(READY) ## measures the parameter server's speed and accuracy (15 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m bench.bench_ps
 
 bench-rnn: $(READY) ## measures the language model's speed, bytes and perplexity (15 to 20 minutes; BENCH_JSON=FILE)
@@ -216,12 +220,6 @@ bench-rnn: $(READY) ## measures the language model's speed, bytes and perplexity
 
 bench-hybrid: $(READY) ## measures the hybrid job's speed beside DDP and (after make peers) TorchRec and by size of the table, and its accuracy (15 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m bench.bench_hybrid
-
-bench-hashed: $(READY) ## measures a hashed table: memory for 100 million distinct ids, speed, accuracy at equal memory (15 minutes; BENCH_JSON=FILE ARGS="--ids 1e6")
-	$(BIN)/python -m bench.bench_hashed $(ARGS)
-
-bench-connect: $(READY) ## measures what it costs to connect 4 to 128 workers (5 minutes; BENCH_JSON=FILE)
-	$(BIN)/python -m bench.bench_connect
 
 bench-scale: $(READY) ## measures what 30 to 3,000 members cost rank 0, and how fast its orders reach them (4 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m bench.bench_scale
@@ -235,8 +233,8 @@ bench-table: $(READY) ## measures the hybrid job's speed with a table three time
 bench-checkpoint: $(READY) ## measures what checkpoints of large models cost (24 GiB of memory, 15 minutes; BENCH_JSON=FILE SCALE=1)
 	$(BIN)/python -m bench.bench_checkpoint --scale $(or $(SCALE),1)
 
-bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turns (20 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=rtt,ps)
-	$(BIN)/python -m bench.bench_tls --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
+bench-tls: $(READY) ## measures what TLS between ranks costs the jobs: off, require, always, in turns (20 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=ps,rnn)
+	$(BIN)/python -m bench.bench_setting --setting TLS --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
 
 bench-calls: $(READY) ## measures calls beside (after make peers) gRPC, Monarch and Ray, and torch RPC; as root between namespaces too (15 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=ours,torch,busy,members)
 	$(BIN)/python -m bench.bench_calls --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
@@ -247,15 +245,11 @@ bench-stay: $(READY) ## measures what joins and deaths cost members that take 20
 bench-llm: $(READY) ## measures reinforcement learning of a language model: with random kills, rates beside one process, and beside (after make peers) Ray and Monarch (25 minutes; BENCH_JSON=FILE ONLY=kills,rates,peers SYSTEMS=ours,ray,monarch ARGS="--quick")
 	$(BIN)/python -m bench.bench_llm $(if $(ONLY),--only "$(ONLY)") $(if $(SYSTEMS),--systems "$(SYSTEMS)") $(ARGS)
 
-bench-trace: $(READY) ## measures what traces cost: off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
-	$(BIN)/python -m bench.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
+bench-trace: $(READY) ## measures what traces cost the jobs: off and on, in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=ps,rl_observer)
+	$(BIN)/python -m bench.bench_setting --setting TRACE --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
 
 bench-weights: $(READY) ## measures how soon published weights reach 8 readers on links of their own, as root (10 minutes; BENCH_JSON=FILE LINKS=1gbit,100mbit ROUNDS=3 ARGS="--quick")
 	$(BIN)/python -m bench.bench_weights --rounds $(or $(ROUNDS),3) $(if $(LINKS),--links "$(LINKS)") $(ARGS)
-
-bench-wan: $(READY) ## measures the modes of ps on slow links, as root: bytes, rates, time to sync's accuracy (hours in full; BENCH_JSON=FILE; parts by TASKS=digits MODES=sync,local-int4 LINKS=20mbit SEEDS=1-5 ONLY=rate)
-	$(BIN)/python -m bench.bench_wan $(if $(TASKS),--tasks "$(TASKS)") $(if $(MODES),--modes "$(MODES)") \
-	  $(if $(LINKS),--links "$(LINKS)") $(if $(SEEDS),--seeds "$(SEEDS)") $(if $(ONLY),--only "$(ONLY)") $(ARGS)
 
 # a group that cannot be installed is left out: each has a gymnasium of its own
 peers: ## installs the libraries that rl, hybrid, calls and examples/grpo.py are measured beside to build/peers/, each group in a venv of its own (15 minutes, 9 GB)

@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench import calls_ranks, command, launch
+from bench import apart, calls_job, command, launch
 from bench.calls_job import Calls
 from bench.calls_work import FIGURES
 from bench.display import Display
@@ -41,7 +39,8 @@ SECONDS, QUICK_SECONDS = 2.0, 0.5  # of a figure
 APART_PORT = 29500  # in a namespace
 TODAY = 632.0  # MB/s of `bulk` with TLS=always, over TensorPipe and two tunnels: docs/speed.md of version 9efdd4d
 MEMBERS = (4, 16, 64)
-Places = dict[str, tuple[str, list[str]]]  # by callee and caller: address, and the prefix of a command
+FIXED = {"SINKS": "none", "CHECKPOINT_INTERVAL": 86400, "LOG_INTERVAL": 1, "JOIN_GRACE": 60, "STUCK_SECONDS": 3600}
+RANKS = {"caller": ("lead", 0), "callee": ("member", 0)}  # by place, if these are two namespaces
 On = Callable[[str], None]
 
 
@@ -183,16 +182,11 @@ class Measured:
                    "bars": command.bars_json(self), "processors": os.cpu_count()}  # fmt: skip
         return {**{key: round(value, 4) for key, value in known.items()}, "members": self.members, "details": details}
 
-    def save(self) -> None:
-        """Writes the JSON, if one is asked for."""
-        if target := os.environ.get("BENCH_JSON"):
-            Path(target).write_text(json.dumps(self.to_json(), indent=1) + "\n")
-
 
 # ---- runs
 
 
-def library(candidate: Candidate, places: Places, seconds: float, on: On) -> dict[str, float]:
+def library(candidate: Candidate, places: apart.Places, seconds: float, on: On) -> dict[str, float]:
     """The figures of a peer's program, in a process of its own beside that of the callee, if the library does not start
     that itself."""
     python = str(process.interpreter(candidate.group)) if candidate.group else sys.executable
@@ -217,13 +211,21 @@ def library(candidate: Candidate, places: Places, seconds: float, on: On) -> dic
     return found
 
 
-def job(candidate: Candidate, places: Places, seconds: float, on: On) -> dict[str, float]:
+def job(candidate: Candidate, places: apart.Places, seconds: float, on: On) -> dict[str, float]:
     """The figures of the job."""
     on("the job")
     settings = {"SECONDS": seconds, "TLS": candidate.tls}
     if candidate.apart:
-        return calls_ranks.apart(places, DEADLINE, **settings)
-    return calls_ranks.here(DEADLINE, **settings)
+        return apart.run(calls_job.__name__, RANKS, places, DEADLINE, **{**FIXED, **settings})
+    return here(**settings)
+
+
+def here(**settings: object) -> dict[str, float]:
+    """What rank 0 of the job says in the end. Raises RuntimeError."""
+    with launch.run(calls_job.__name__, DEADLINE, {**FIXED, **settings}) as running:
+        for _ in running.events():
+            pass
+        return running.done()
 
 
 # ---- all of them
@@ -236,7 +238,7 @@ class Bench:
         self._rounds, self._console = rounds, console
         self._seconds = QUICK_SECONDS if quick else SECONDS
         self._members = MEMBERS[:1] if quick else MEMBERS
-        self._places: Places = {}
+        self._places: apart.Places = {}
         self.measured = Measured()
         self._only = only
 
@@ -244,7 +246,7 @@ class Bench:
         with contextlib.ExitStack() as stack:
             if any(CANDIDATES[name].apart for name in self._only if name in CANDIDATES):
                 try:
-                    self._places = stack.enter_context(calls_ranks.network())
+                    self._places = stack.enter_context(apart.network(list(RANKS)))
                 except NetworkError as error:
                     self._leave_out([name for name in self._only if name in CANDIDATES and CANDIDATES[name].apart],
                                     f"network namespaces cannot be had: {error}")  # fmt: skip
@@ -254,7 +256,8 @@ class Bench:
             names = [name for name in self._only if name in CANDIDATES and name not in self.measured.left_out]
             more = len(BUSY) * ("busy" in self._only) + len(self._members) * ("members" in self._only)
             total = self._rounds * (len(names) + more)
-            self._display = stack.enter_context(Display(total, self._console, self.measured.busy_percent))
+            self._display = stack.enter_context(Display(total, self._console, self.measured.busy_percent,
+                                                      self.measured.to_json))  # fmt: skip
             for number in range(1, self._rounds + 1):
                 for name in names if number % 2 else reversed(names):
                     self._candidate(name, number)
@@ -276,7 +279,6 @@ class Bench:
         except (RuntimeError, TimeoutError) as error:
             self.measured.failures[what] = str(error)
             self._console.print(f"bench-calls: {error}", markup=False, highlight=False)
-        self.measured.save()
 
     def _candidate(self, name: str, number: int) -> None:
         candidate = CANDIDATES[name]
@@ -287,14 +289,13 @@ class Bench:
     def _busy(self, number: int) -> None:
         for kind in BUSY:
             self._step(f"busy with {kind}, round {number}",
-                       lambda on, kind=kind: calls_ranks.here(DEADLINE, BUSY=kind, SECONDS=2 * self._seconds),  # type: ignore[misc]
+                       lambda on, kind=kind: here(BUSY=kind, SECONDS=2 * self._seconds),  # type: ignore[misc]
                        self.measured.busy.setdefault(kind, []).append)  # fmt: skip
 
     def _all_members(self, number: int) -> None:
         for count in self._members:
             self._step(f"{count} members, round {number}",
-                       lambda on, count=count: calls_ranks.here(  # type: ignore[misc]
-                           DEADLINE, HAMMER=1, MEMBERS=count, SECONDS=2 * self._seconds),
+                       lambda on, count=count: here(HAMMER=1, MEMBERS=count, SECONDS=2 * self._seconds),  # type: ignore[misc]
                        self.measured.members.setdefault(count, []).append)  # fmt: skip
 
 
@@ -309,15 +310,15 @@ def _shown(value: float | None) -> str:
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
     shown = []
-    for apart, title in PLACES.items():
-        names = [name for name, one in CANDIDATES.items() if one.apart == apart and name in measured.values]
+    for is_apart, title in PLACES.items():
+        names = [name for name, one in CANDIDATES.items() if one.apart == is_apart and name in measured.values]
         if names:
-            table = Table("medians", "unit", *(CANDIDATES[name].title for name in names), title=title)
+            table = command.table("medians", "unit", *(CANDIDATES[name].title for name in names), title=title)
             for figure, unit in FIGURES.items():
                 table.add_row(figure, unit, *(_shown(measured.median(name, figure)) for name in names))
             shown.append(table)
     if any(measured.busy.values()):
-        table = Table("a callee computes with", "p50 ms", "p99 ms", title="Round trip of 64 bytes")
+        table = command.table("a callee computes with", "p50 ms", "p99 ms", title="Round trip of 64 bytes")
         for kind, runs in measured.busy.items():
             if runs:
                 table.add_row(
@@ -326,36 +327,23 @@ def tables(measured: Measured) -> list[Table]:
         shown.append(table)
     if any(measured.members.values()):
         keys = ("calls_per_s", "threads", "resident_mb")
-        table = Table("members", *keys, title="Members that call rank 0 at once")
+        table = command.table("members", *keys, title="Members that call rank 0 at once")
         for count, runs in measured.members.items():
             if runs:
                 table.add_row(str(count), *(_shown(statistics.median(run[key] for run in runs)) for key in keys))
         shown.append(table)
-    for table in shown:
-        for column in table.columns[1:]:
-            column.justify = "right"
     return shown
 
 
 def main(argv: list[str] | None = None) -> int:
-    only = list(PARTS)
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--only", type=command.chosen_from(PARTS), default=list(PARTS), help=", ".join(PARTS))
 
-    def options(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
-        parser.add_argument("--only", default="", help=f"some parts, with commas between them: {','.join(PARTS)}")
-
-        def accept(arguments: argparse.Namespace) -> None:
-            wanted = [name for name in arguments.only.split(",") if name]
-            if wrong := [name for name in wanted if name not in PARTS]:
-                parser.error(f"--only: no part is called {wrong[0]!r} ({', '.join(PARTS)})")
-            only[:] = wanted or only
-
-        return accept
-
-    def run_all(rounds: int, quick: bool, console: Console) -> Measured:
+    def measure(arguments: argparse.Namespace, console: Console) -> Measured:
         launch.clean_environment(Calls)
-        return Bench(tuple(only), rounds, quick, console).run()
+        return Bench(tuple(arguments.only), arguments.rounds, arguments.quick, console).run()
 
-    return command.run("calls", __doc__, 3, "and half a second a figure", run_all, tables, argv, options)
+    return command.run("calls", __doc__, "and half a second a figure", measure, tables, argv, 3, options)
 
 
 if __name__ == "__main__":

@@ -303,24 +303,17 @@ def tables(measured: Measured) -> list[Table]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    scale = [1.0]
-
-    def options(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+    def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--scale", type=float, default=1.0, help="of both sizes; 1: 24 GiB of memory are needed")
 
-        def accept(arguments: argparse.Namespace) -> None:
-            if not 0 < arguments.scale <= 4:
-                parser.error("--scale: above 0, at most 4")
-            scale[0] = arguments.scale
-
-        return accept
-
-    def run(rounds: int, quick: bool, console: Console) -> Measured:
+    def run(arguments: argparse.Namespace, console: Console) -> Measured:
+        if not 0 < arguments.scale <= 4:
+            raise RuntimeError("--scale: above 0, at most 4")
         launch.clean_environment(PsSettings)
         launch.clean_environment(HybridSettings)
-        return measure(rounds, scale[0], console)
+        return measure(arguments.rounds, arguments.scale, console)
 
-    return command.run("checkpoint", __doc__, 2, "for a first look", run, tables, argv, options)
+    return command.run("checkpoint", __doc__, "for a first look", run, tables, argv, 2, options)
 
 
 if __name__ == "__main__":

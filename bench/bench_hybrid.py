@@ -8,6 +8,7 @@ written as JSON too.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -22,7 +23,7 @@ from rich.table import Table
 from bench import beside_hybrid, command, launch, local_hybrid, rolecall_hybrid, tutorial_hybrid
 from bench.bags import BATCH, INDICES, TRAINERS, WIDTH
 from bench.display import Display
-from bench.rolecall_hybrid import Speed
+from bench.launch import Speed
 from rolecall.jobs.hybrid import HybridSettings
 
 STEPS = 800
@@ -43,7 +44,6 @@ class Measured:
     tutorial: list[float] = field(default_factory=list)
     sparse_tutorial: list[float] = field(default_factory=list)
     rolecall: list[float] = field(default_factory=list)
-    rolecall_plain: list[float] = field(default_factory=list)  # TLS=off: the others' connections are plain, too
     ddp: list[float] = field(default_factory=list)
     torchrec: list[float] = field(default_factory=list)  # empty where it is not installed
     cpu_ms: dict[str, list[float]] = field(default_factory=dict)  # of a step, all processes together
@@ -61,8 +61,8 @@ class Measured:
         return statistics.median(one / two for one, two in pairs)
 
     def keep(self, name: str, speed: Speed) -> None:
-        getattr(self, name).append(speed.steps_per_s)
-        self.cpu_ms.setdefault(name, []).append(1000 * speed.cpu_s_per_step)
+        getattr(self, name).append(speed.per_s)
+        self.cpu_ms.setdefault(name, []).append(1000 * speed.cpu_s)
 
     def of_better(self, name: str) -> float:
         """The rate of `name` as a multiple of the better of DDP and TorchRec; the median of the rounds."""
@@ -88,7 +88,6 @@ class Measured:
             "tutorial_steps_per_s": round(self.rate("tutorial"), 2),
             "sparse_tutorial_steps_per_s": round(self.rate("sparse_tutorial"), 1),
             "rolecall_steps_per_s": round(self.rate("rolecall"), 1),
-            "rolecall_plain_steps_per_s": round(self.rate("rolecall_plain"), 1),
             "ddp_steps_per_s": round(self.rate("ddp"), 1),
             "torchrec_steps_per_s": round(self.rate("torchrec"), 1) if self.torchrec else None,
             "of_better_of_ddp_and_torchrec": round(self.of_better("rolecall"), 3),
@@ -105,13 +104,13 @@ def measure(rounds: int, console: Console) -> Measured:
     """Everything. Raises RuntimeError or TimeoutError where a run fails."""
     measured = Measured()
     beside = [name for name in beside_hybrid.PROGRAMS if _installed(name, console)]
-    display = Display((6 + len(beside)) * rounds + 2, console, measured.busy_percent)
+    display = Display((5 + len(beside)) * rounds + 2, console, measured.busy_percent)
 
     def rate(value: float) -> str:
         return f"{value:,.1f} steps/s"
 
     def both(value: Speed) -> str:
-        return f"{value.steps_per_s:,.1f} steps/s, {1000 * value.cpu_s_per_step:.1f} ms of processors a step"
+        return f"{value.per_s:,.1f} steps/s, {1000 * value.cpu_s:.1f} ms of processors a step"
 
     def speed(what: str, name: str, run: Callable[[Callable[[str], None]], Speed]) -> None:
         display.step(what, run, partial(measured.keep, name), both)
@@ -127,11 +126,9 @@ def measure(rounds: int, console: Console) -> Measured:
             for each in beside:
                 speed(each + name, each, partial(beside_hybrid.speed, each, MILLION, STEPS))
             speed(f"rolecall, {MILLION:,} rows{name}", "rolecall", partial(rolecall_hybrid.speed, MILLION, STEPS))
-            speed(f"rolecall, TLS=off{name}", "rolecall_plain",
-                  lambda on: rolecall_hybrid.speed(MILLION, STEPS, on, TLS="off"))  # fmt: skip
             for rows, keep in ((MILLION // 10, measured.rolecall_100k), (10 * MILLION, measured.rolecall_10m)):
                 display.step(f"rolecall, {rows:,} rows{name}",
-                             lambda on, rows=rows: rolecall_hybrid.steps_per_s(rows, STEPS, on),  # type: ignore[misc]
+                             lambda on, rows=rows: rolecall_hybrid.speed(rows, STEPS, on).per_s,  # type: ignore[misc]
                              keep.append, rate)  # fmt: skip
         display.step("default run", rolecall_hybrid.accuracy, lambda value: setattr(measured, "accuracy", value),
                      lambda value: f"test accuracy {value[0]:.2%} in {value[1]:.0f} s")  # fmt: skip
@@ -150,31 +147,27 @@ def _installed(name: str, console: Console) -> bool:
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
     shape = f"{TRAINERS} trainers, batch {BATCH}, {INDICES} indices a bag, width {WIDTH}"
-    rates = Table("", "rows", "steps/s", "ms of processors a step", title=shape)
+    rates = command.table("", "rows", "steps/s", "ms of processors a step", title=shape)
     rates.add_row("the tutorial's way", f"{MILLION:,}", f"{measured.rate('tutorial'):.1f}", "")
     rates.add_row("the same with sparse=True", f"{MILLION:,}", f"{measured.rate('sparse_tutorial'):.0f}", "")
-    for what, name in (("DDP, sparse gradients", "ddp"), ("TorchRec, table-wise", "torchrec"), ("hybrid", "rolecall"),
-                       ("hybrid, TLS=off", "rolecall_plain")):  # fmt: skip
+    for what, name in (("DDP, sparse gradients", "ddp"), ("TorchRec, table-wise", "torchrec"), ("hybrid", "rolecall")):
         if getattr(measured, name):
             cpu = statistics.median(measured.cpu_ms[name])
             rates.add_row(what, f"{MILLION:,}", f"{measured.rate(name):.0f}", f"{cpu:.1f}")
     for rows, name in ((MILLION // 10, "_100k"), (10 * MILLION, "_10m")):
         rates.add_row("hybrid", f"{rows:,}", f"{measured.rate('rolecall' + name):.0f}", "")
-    ends = Table("", "test accuracy", title="After the default run")
+    ends = command.table("", "test accuracy", title="After the default run")
     ends.add_row("one process", f"{measured.local_accuracy:.2%}")
     ends.add_row(f"hybrid, {measured.accuracy[1]:.0f} s", f"{measured.accuracy[0]:.2%}")
-    for table in (rates, ends):
-        for column in table.columns[1:]:
-            column.justify = "right"
     return [rates, ends]
 
 
 def main(argv: list[str] | None = None) -> int:
-    def run(rounds: int, quick: bool, console: Console) -> Measured:
+    def run(arguments: argparse.Namespace, console: Console) -> Measured:
         launch.clean_environment(HybridSettings)
-        return measure(rounds, console)
+        return measure(arguments.rounds, console)
 
-    return command.run("hybrid", __doc__, 5, "for a first look", run, tables, argv)
+    return command.run("hybrid", __doc__, "for a first look", run, tables, argv, 5)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ Tokens are those of completions that updates learned from. With BENCH_JSON=FILE 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +27,7 @@ from rich.table import Table
 
 from bench import command, llm_lines, llm_runs
 from bench.display import Display
+from bench.launch import PERIOD
 from bench.llm_events import Member, Update, accuracy, between, reloads_of_others, tokens_per_second, updates_per_second
 from bench.llm_runs import Run
 from bench.peers import process
@@ -155,11 +154,6 @@ class Measured:
             known["async_over_single"] = round(ratio, 4)
         return {**known, "details": {**asdict(self), "bars": command.bars_json(self), "processors": os.cpu_count()}}
 
-    def save(self) -> None:
-        """Writes the JSON, if one is asked for."""
-        if target := os.environ.get("BENCH_JSON"):
-            Path(target).write_text(json.dumps(self.to_json(), indent=1) + "\n")
-
 
 # ---- the parts
 
@@ -190,14 +184,14 @@ class Bench:
                 steps.append((f"synchronous, generators: {count}", self._rate("synchronous", count)))
         for name in self._systems:
             steps += [(f"{SYSTEMS[name].title}, {what}", self._peer(name, role)) for role, what in VICTIMS.items()]
-        with Display(len(steps), self._console, self.measured.busy_percent) as display:
+        measured = self.measured
+        with Display(len(steps), self._console, measured.busy_percent, measured.to_json) as display:
             for what, measure in steps:
                 try:
                     display.step(what, measure, lambda _: None, str)
                 except (RuntimeError, TimeoutError) as error:  # the others are measured
                     self.measured.failures[what] = str(error)
                     self._console.print(f"bench-llm: {error}", markup=False, highlight=False)
-                self.measured.save()
         return self.measured
 
     # ---- kills
@@ -327,7 +321,7 @@ class Bench:
             if run.ended():
                 peer.ended.append(role)
                 return
-            time.sleep(llm_runs.PERIOD)
+            time.sleep(PERIOD)
             later = [update.at for update in run.updates if update.at > killed]
             again = [m.at for m in run.events.members if m.active and (m.role, m.number) == (role, 0) and m.at > killed]
             peer.next_update_s[role] = later[0] - killed if later else None
@@ -345,14 +339,14 @@ def tables(found: Measured) -> list[Table]:
     """The results for people."""
     shown_tables = []
     if (kills := found.kills) and kills.updates_per_s_killed:
-        table = Table("", "undisturbed", f"a kill every {KILL_SECONDS:g} s", title="Kills")
+        table = command.table("", "undisturbed", f"a kill every {KILL_SECONDS:g} s", title="Kills")
         table.add_row("updates a second", shown(kills.updates_per_s), shown(kills.updates_per_s_killed))
         table.add_row(f"accuracy after {kills.step} updates", shown(kills.accuracy), shown(kills.accuracy_killed))
         table.add_row("accuracy at the end", shown(kills.accuracy), shown(kills.accuracy_end))
         table.add_row("kills", "", ", ".join(f"{role} {count}" for role, count in kills.killed.items()))
         shown_tables.append(table)
     if found.rates or found.single:
-        table = Table("tokens a second", "", title="Rates")
+        table = command.table("tokens a second", "", title="Rates")
         for threads, rate in found.single.items():
             table.add_row(f"one process, threads: {threads}", shown(rate))
         for mode, rates in found.rates.items():
@@ -360,7 +354,7 @@ def tables(found: Measured) -> list[Table]:
                 table.add_row(f"{mode}, generators: {generators}", shown(rate))
         shown_tables.append(table)
     if found.peers:
-        table = Table("", *(SYSTEMS[name].title for name in found.peers), title="Peers")
+        table = command.table("", *(SYSTEMS[name].title for name in found.peers), title="Peers")
         peers = list(found.peers.values())
         table.add_row("lines of code", *(str(peer.lines) for peer in peers))
         table.add_row("tokens a second", *(shown(peer.tokens_per_s) for peer in peers))
@@ -381,31 +375,16 @@ def after(peer: Peer, role: str, seconds: dict[str, float | None]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
-    only, systems = list(PARTS), list(SYSTEMS)
 
-    def more(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
-        parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-        parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"in peers, of {', '.join(SYSTEMS)}")
+    def options(parser: argparse.ArgumentParser) -> None:
+        for name, known, what in (("only", PARTS, ""), ("systems", SYSTEMS, "in peers, of ")):
+            parser.add_argument(f"--{name}", type=command.chosen_from(known), default=list(known),
+                                help=what + ", ".join(known))  # fmt: skip
 
-        def accept(arguments: argparse.Namespace) -> None:
-            nonlocal only, systems
-            only, systems = arguments.only.split(","), arguments.systems.split(",")
-            for option, chosen, known in (("--only", only, PARTS), ("--systems", systems, SYSTEMS)):
-                if unknown := set(chosen) - set(known):
-                    parser.error(f"{option}: no {', '.join(sorted(unknown))} ({', '.join(known)})")
+    def measure(arguments: argparse.Namespace, console: Console) -> Measured:
+        return Bench(arguments.only, arguments.systems, arguments.quick, console).run()
 
-        return accept
-
-    return command.run(
-        "llm",
-        str(__doc__).splitlines()[0],
-        1,
-        "kills for 60 s, and rates of 8 s",
-        lambda rounds, quick, console: Bench(only, systems, quick, console).run(),
-        tables,
-        argv,
-        more,
-    )
+    return command.run("llm", __doc__, "kills for 60 s, and rates of 8 s", measure, tables, argv, options=options)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ threshold as their mean; what it had reached before, its checkpoints tell afterw
 passes, without the seconds of evaluations, so that `to the prompt` is to their advantage. On vectors they compute with
 one thread: here that is as fast as two, and ten times faster where something else keeps a core busy.
 
-Steps a second include the learning. HalfCheetah-v5 is measured for them alone, and so is Pong, in frames, four a step.
-With SAC and DQN updates a second are measured, over as many environment steps on both sides, the warm-up included;
-Stable-Baselines3 has RL Zoo's settings and torch's own number of threads, Rolecall the same batches and networks.
-Rolecall's bars are those of one of its two ways of inference, in each environment the faster one. With BENCH_JSON=FILE
-each run is kept as it comes, and a rerun measures what is missing.
+Steps a second include the learning; HalfCheetah-v5 is measured for them alone. With SAC and DQN updates a second are
+measured, over as many environment steps on both sides, the warm-up included; Stable-Baselines3 has RL Zoo's settings
+and torch's own number of threads, Rolecall the same batches and networks. Rolecall's bars are those of one of its two
+ways of inference, in each environment the faster one. With BENCH_JSON=FILE each run is kept as it comes, and a rerun
+measures what is missing.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import command, launch
+from bench.display import Display
 from bench.peers import ours, process
 from bench.peers.process import Run
-from bench.peers.store import Kept, Store
+from bench.peers.store import Store
 from bench.peers.tasks import OURS, TASKS, Task
 from rolecall.jobs.rl import RlSettings
 
 News = Callable[[str], None]
 NAMES = {
     "observer": "Rolecall, INFERENCE=observer", "agent": "Rolecall, INFERENCE=agent", "sb3": "Stable-Baselines3",
-    "cleanrl": "CleanRL's settings", "appo": "Sample Factory", "rllib": "RLlib",
+    "appo": "Sample Factory", "rllib": "RLlib",
 }  # fmt: skip
 SECONDS = 120.0  # of training, for a threshold
 START = 60.0  # seconds more for processes to start
 EVALUATIONS = 900.0  # seconds more for the evaluations of a peer's policies
 RATE_SECONDS = 40.0
-FRAMES = 4  # of a game of Atari, a step
-SOONER, MORE_STEPS, CHEETAH, PIXELS, UPDATES = 2.0, 3.0, 2.0, 1.5, 1.5  # the bars
+SOONER, MORE_STEPS, CHEETAH, UPDATES = 2.0, 3.0, 2.0, 1.5  # the bars
 
 
 @dataclass
@@ -114,9 +114,6 @@ class Measured:
                 bar(f"{task}: to the threshold", self.seconds(task, our), self.fastest(task), 1 / SOONER, "s")
                 bar(f"{task}: its steps", self.steps(task, our), self.steps(task, "sb3"), MORE_STEPS, "steps")
                 bar(f"{task}: to the prompt", self.prompt(task, our), self.prompt(task, "sb3"), 1.0, "s")
-            elif TASKS[task].pixels:
-                frames = FRAMES * self.rate(task, our), FRAMES * self.rate(task, "appo")
-                bar(f"{task}: frames/s", *frames, PIXELS, "frames/s", least=False)
             else:
                 unit, factor = _unit(task), UPDATES if TASKS[task].off_policy else CHEETAH
                 bar(f"{task}: {unit}", self.rate(task, our), self.rate(task, "sb3"), factor, unit, least=False)
@@ -159,12 +156,12 @@ def _number(value: float, unit: str) -> str:
     return f"{value:,.1f} s" if unit == "s" else f"{value:,.0f} {unit}".strip()
 
 
-def train(task: Task, who: str, seed: int, sampled: bool, on: News) -> Run:
+def train(task: Task, who: str, seed: int, on: News) -> Run:
     """One run. Raises RuntimeError, TimeoutError."""
     if who in OURS:
         forever = {} if task.threshold is not None else {"SOLVED_BY": "never"}
         return ours.train(
-            SECONDS + START, on, task.threshold, 0, sampled, INFERENCE=who, SEED=seed, MAX_STEPS=task.steps[who],
+            SECONDS + START, on, task.threshold, 0, INFERENCE=who, SEED=seed, MAX_STEPS=task.steps[who],
             **task.variables, **forever,
         )  # fmt: skip
     rated = task.threshold is None
@@ -172,14 +169,14 @@ def train(task: Task, who: str, seed: int, sampled: bool, on: News) -> Run:
     return process.peer(
         who, SECONDS + START + EVALUATIONS, on, environment=task.names.get(who, task.environment), seed=seed,
         steps=task.steps[who], threshold=task.threshold, seconds=seconds, episodes=0 if rated else None,
-        sampled=sampled, algorithm=task.algorithm, threads=None if task.pixels or task.off_policy else 1,
+        algorithm=task.algorithm, threads=None if task.off_policy else 1,
     )  # fmt: skip
 
 
-def measure(tasks: list[str], seeds: list[int], whom: list[str], sampled: bool, console: Console) -> Measured:
+def measure(tasks: list[str], seeds: list[int], whom: list[str], console: Console) -> Measured:
     """Measures what the store lacks. What fails is left out, and says why."""
     launch.clean_environment(RlSettings)
-    measured = Measured(Store.open("peers" + "-sampled" * sampled), tasks, seeds)
+    measured = Measured(Store.open("peers"), tasks, seeds)
     absent = {who: problem for who in whom if who not in OURS and (problem := process.missing(who))}
     for problem in absent.values():
         console.print(f"left out: {problem}", markup=False, highlight=False)
@@ -188,13 +185,13 @@ def measure(tasks: list[str], seeds: list[int], whom: list[str], sampled: bool, 
         for seed in seeds for task in tasks for who in TASKS[task].steps
         if who in whom and who not in absent and f"{who}/{task}/{seed}" not in measured.store.runs
     ]  # fmt: skip
-    with Kept(len(parts), console, measured.busy_percent) as display:
+    with Display(len(parts), console, measured.busy_percent, measured.store.to_json) as display:
         for task, who, seed in parts:
             key = f"{who}/{task}/{seed}"
 
             def attempt(on: News, part: tuple[str, str, int] = (task, who, seed), key: str = key) -> Run | str:
                 try:
-                    return train(TASKS[part[0]], *part[1:], sampled, on)
+                    return train(TASKS[part[0]], *part[1:], on)
                 except (RuntimeError, TimeoutError, OSError) as error:
                     return measured.store.fail(key, error)
 
@@ -233,9 +230,7 @@ def tables(measured: Measured) -> list[Table]:
         if threshold is not None:
             columns = [("seconds", measured.seconds, "s"), ("steps", measured.steps, ""),
                        ("to the prompt", measured.prompt, "s"), *columns]  # fmt: skip
-        table = Table("", title=title)
-        for column, *_ in columns:
-            table.add_column(column, justify="right")
+        table = command.table("", *(column for column, *_ in columns), title=title)
         for who in TASKS[task].steps:
             if measured.runs(task, who):
                 table.add_row(NAMES[who], *(_number(value(task, who), unit) for _, value, unit in columns))
@@ -248,38 +243,17 @@ def tables(measured: Measured) -> list[Table]:
     return found
 
 
-def _names(given: str | None, known: dict[str, Any], option: str) -> list[str]:
-    names = given.split(",") if given else list(known)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"{option}: {unknown[0]} is none of {', '.join(known)}")
-    return names
-
-
 def main(argv: list[str] | None = None) -> int:
-    chosen = argparse.Namespace()
+    def options(parser: argparse.ArgumentParser) -> None:
+        for name, known in (("environments", TASKS), ("only", NAMES)):
+            parser.add_argument(f"--{name}", type=command.chosen_from(known), default=list(known),
+                                help=", ".join(known))  # fmt: skip
 
-    def more(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
-        parser.add_argument("--environments", metavar="NAMES", help=f"of {','.join(TASKS)}")
-        parser.add_argument("--only", metavar="WHOM", help=f"of {','.join(NAMES)}")
-        parser.add_argument(
-            "--sampled", action="store_true", help="evaluate sampled actions, not the most probable ones"
-        )
+    def measured(arguments: argparse.Namespace, console: Console) -> Measured:
+        tasks = arguments.environments[:1] if arguments.quick else arguments.environments
+        return measure(tasks, list(range(1, arguments.rounds + 1)), arguments.only, console)
 
-        def accept(arguments: argparse.Namespace) -> None:
-            try:
-                chosen.tasks = _names(arguments.environments or ("CartPole-v1" if arguments.quick else None), TASKS,
-                                      "--environments")  # fmt: skip
-                chosen.sampled = arguments.sampled
-                chosen.whom = _names(arguments.only, NAMES, "--only")
-            except ValueError as error:
-                parser.error(str(error))
-
-        return accept
-
-    def measured(rounds: int, quick: bool, console: Console) -> Measured:
-        return measure(chosen.tasks, list(range(1, rounds + 1)), chosen.whom, chosen.sampled, console)
-
-    return command.run("peers", __doc__, 3, "CartPole-v1 alone", measured, tables, argv, more)
+    return command.run("peers", __doc__, "the first environment alone", measured, tables, argv, 3, options)
 
 
 if __name__ == "__main__":

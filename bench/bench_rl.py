@@ -10,6 +10,7 @@ not equally fast all the time. With BENCH_JSON=FILE the numbers are written as J
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
@@ -21,13 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench import command, launch, local_rl, rolecall_rl, round_trip, tutorial_rl
+from bench import command, launch, local_rl, rolecall_rl, tutorial_rl
 from bench.display import Display
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.defaults import DEFAULTS
-from rolecall.jobs.rl.envs import group_sizes
-from rolecall.jobs.rl.messages import pack
-from rolecall.jobs.rl.stepping import Envs
 
 MODES = ("agent", "observer")
 RATE_BARS = {"agent": 300, "observer": 1000}  # times the tutorial's steps a second, at least
@@ -50,8 +47,6 @@ class Measured:
     solve: dict[str, dict[int, rolecall_rl.Result]] = field(default_factory=lambda: {mode: {} for mode in MODES})
     local: float = 0.0
     local_learning: float = 0.0
-    round_trip_calls: float = 0.0
-    limit_calls: float = 0.0
     busy_percent: list[float] = field(default_factory=list)
 
     @property
@@ -77,11 +72,6 @@ class Measured:
     @property
     def seeds_solved(self) -> int:
         return sum(run.solved for runs in self.solve.values() for run in runs.values())
-
-    def calls_per_s(self) -> float:
-        """Calls for actions a second in the agent mode's solving runs, the time for updates included."""
-        rate = statistics.median(run.steps_per_s for run in self.solve["agent"].values())
-        return rate / group_size()
 
     def bars(self) -> list[command.Bar]:
         bars = []
@@ -111,7 +101,7 @@ class Measured:
             "observer_solve_s": finite(self.solve_seconds("observer")),
             "seeds_solved": self.seeds_solved,
             "seeds_tried": self.seeds_tried,
-            "details": {**asdict(self), "agent_calls_per_s": self.calls_per_s(), "processors": os.cpu_count()},
+            "details": {**asdict(self), "processors": os.cpu_count()},
         }
 
 
@@ -121,7 +111,7 @@ class Bench:
     def __init__(self, rounds: int, seeds: Sequence[int], console: Console) -> None:
         self.rounds, self.seeds = rounds, seeds
         self.measured = Measured()
-        self._display = Display(rounds * 3 + len(seeds) * 2 + 4, console, self.measured.busy_percent)
+        self._display = Display(rounds * 3 + len(seeds) * 2 + 2, console, self.measured.busy_percent)
 
     def run(self) -> Measured:
         """Everything. Raises RuntimeError where a run fails."""
@@ -144,17 +134,12 @@ class Bench:
         return measured
 
     def _limits(self) -> None:
-        measured, rate = self.measured, "{:,.0f} {}/s".format
+        measured, rate = self.measured, "{:,.0f} steps/s".format
         keep = measured.__setattr__
-        message, answer = payload()
         self._step("one process, stepping", lambda on: local_rl.stepping(NUM_ENVS),
-                   lambda value: keep("local", value), lambda value: rate(value, "steps"))  # fmt: skip
+                   lambda value: keep("local", value), lambda value: rate(value))  # fmt: skip
         self._step("one process, learning too", lambda on: local_rl.learning(NUM_ENVS, 2, ROLLOUT_STEPS),
-                   lambda value: keep("local_learning", value), lambda value: rate(value, "steps"))  # fmt: skip
-        self._step("calls, round trip", lambda on: round_trip.calls_per_s(1, 1, message, answer),
-                   lambda value: keep("round_trip_calls", value), lambda value: rate(value, "calls"))  # fmt: skip
-        self._step("calls, two callers", lambda on: round_trip.calls_per_s(2, 2, message, answer),
-                   lambda value: keep("limit_calls", value), lambda value: rate(value, "calls"))  # fmt: skip
+                   lambda value: keep("local_learning", value), lambda value: rate(value))  # fmt: skip
 
     def _step(
         self,
@@ -178,28 +163,12 @@ def _solve_line(run: tutorial_rl.Result | rolecall_rl.Result) -> str:
     return f"{how} in {run.seconds:.1f} s, {run.iterations} iterations, {run.steps_per_s:,.0f} steps/s"
 
 
-def group_size() -> int:
-    """Environments in one call at the default settings."""
-    return group_sizes(DEFAULTS["reinforce"].num_envs, "agent")[0]
-
-
-def payload() -> tuple[int, int]:
-    """Bytes of one call's message and of its answer at the default settings."""
-    size = group_size()
-    group = Envs(RlSettings(), size, 0)
-    message = pack(group.observations, group.rewards, group.dones)
-    group.close()
-    return len(message), 8 * size
-
-
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
     base = measured.tutorial_rate
-    rates = Table("environment steps a second", "median", "least", "most", "x tutorial", title="Throughput")
-    solves = Table("seconds to solve CartPole-v1", "median", "least", "most", "iterations", "x faster", title="Solving")
-    for table in (rates, solves):
-        for column in table.columns[1:]:
-            column.justify = "right"
+    rates = command.table("environment steps a second", "median", "least", "most", "x tutorial", title="Throughput")
+    solves = command.table("seconds to solve CartPole-v1", "median", "least", "most", "iterations", "x faster",
+                           title="Solving")  # fmt: skip
 
     def rate(what: str, values: Sequence[float]) -> None:
         middle = statistics.median(values)
@@ -221,22 +190,15 @@ def tables(measured: Measured) -> list[Table]:
         solve(f"INFERENCE={mode}", list(measured.solve[mode].values()))
     rate("one process, learning included", [measured.local_learning])
     rate("one process on one core, stepping only", [measured.local])
-    message, answer = payload()
-    calls = Table("remote calls, default settings", "", title=f"calls: {message} bytes there, {answer} back")
-    calls.add_row("one round trip", f"{1e6 / measured.round_trip_calls:,.0f} us")
-    calls.add_row("2 callers, 2 calls in flight each", f"{measured.limit_calls:,.0f} calls/s")
-    reached = measured.calls_per_s()
-    calls.add_row("INFERENCE=agent, all else included", f"{reached:,.0f} calls/s")
-    calls.add_row("of calls alone", f"{100 * reached / measured.limit_calls:.0f} %")
-    return [rates, solves, calls]
+    return [rates, solves]
 
 
 def main(argv: list[str] | None = None) -> int:
-    def measure(rounds: int, quick: bool, console: Console) -> Measured:
+    def measure(arguments: argparse.Namespace, console: Console) -> Measured:
         launch.clean_environment(RlSettings)
-        return Bench(rounds, range(1, 3) if quick else range(1, 11), console).run()
+        return Bench(arguments.rounds, range(1, 3) if arguments.quick else range(1, 11), console).run()
 
-    return command.run("rl", __doc__, 2, "and 2 seeds instead of 10", measure, tables, argv)
+    return command.run("rl", __doc__, "and 2 seeds instead of 10", measure, tables, argv, 2)
 
 
 if __name__ == "__main__":

@@ -302,41 +302,34 @@ def choose(arguments: argparse.Namespace, quick: bool) -> Options:
         for part in arguments.seeds.split(","):
             first, _, last = part.partition("-")
             seeds += range(int(first), int(last or first) + 1)
-    sides = arguments.sides.split(",")
-    if unknown := [side for side in sides if side not in SIDES]:
-        raise ValueError(f"--sides: {unknown[0]} is none of {', '.join(SIDES)}")
     rows = {name: split.ROWS[name] for name in names}
     if arguments.steps:
         rows = {name: replace(row, steps=arguments.steps) for name, row in rows.items()}
     if any("=" not in pair for pair in arguments.set):
         raise ValueError("--set: NAME=VALUE")
-    if arguments.set and "rolecall" in sides and (held := [name for name in names if name in split.HELD_OUT]):
+    if arguments.set and "rolecall" in arguments.sides and (held := [name for name in names if name in split.HELD_OUT]):
         raise ValueError(f"--set: {held[0]} is held out, and measured with the defaults alone; --environments tuned")
     variables = dict(pair.split("=", 1) for pair in arguments.set)
-    return Options(rows, seeds, arguments.parallel, variables, sides)
+    return Options(rows, seeds, arguments.parallel, variables, arguments.sides)
 
 
 def main(argv: list[str] | None = None) -> int:
-    chosen = argparse.Namespace()
-
-    def more(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+    def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--environments", metavar="NAMES", help=f"of {','.join((*split.GROUPS, *split.ROWS))}")
-        parser.add_argument("--sides", metavar="SIDES", default=",".join(SIDES), help="whose policies are trained")
+        parser.add_argument("--sides", type=command.chosen_from(SIDES), default=list(SIDES), help=", ".join(SIDES))
         parser.add_argument("--seeds", metavar="SEEDS", help="such as 1-3,7; as many as --rounds, if not given")
         parser.add_argument("--steps", type=int, help="environment steps of every run, in place of the table's")
         parser.add_argument("--parallel", type=int, default=1, help="policies that are trained at the same time")
         parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of Rolecall's")
 
-        def accept(arguments: argparse.Namespace) -> None:
-            try:
-                chosen.options = choose(arguments, arguments.quick)
-            except ValueError as error:
-                parser.error(str(error))
+    def run(arguments: argparse.Namespace, console: Console) -> Measured:
+        try:
+            return measure(choose(arguments, arguments.quick), console)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
 
-        return accept
-
-    return command.run("rl_quality", __doc__, 3, f"steps as in full, of {' and '.join(QUICK)}",
-                       lambda rounds, quick, console: measure(chosen.options, console), tables, argv, more)  # fmt: skip
+    return command.run("rl_quality", __doc__, f"steps as in full, of {' and '.join(QUICK)}", run, tables, argv, 3,
+                       options)  # fmt: skip
 
 
 if __name__ == "__main__":

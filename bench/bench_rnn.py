@@ -6,6 +6,7 @@ take turns and the median of the rounds' ratios counts. With BENCH_JSON=FILE the
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from bench import command, launch, local_rnn, rolecall_rnn, tutorial_rnn
 from bench.display import Display
+from bench.launch import Speed
 from rolecall.jobs.rnn import RnnSettings
 
 STEPS = 40
@@ -36,22 +38,22 @@ class Measured:
     tutorial: list[float] = field(default_factory=list)
     tutorial_bytes: float = 0.0
     local: list[float] = field(default_factory=list)
-    rolecall: list[tuple[float, float]] = field(default_factory=list)
+    rolecall: list[tuple[Speed, float]] = field(default_factory=list)
     micro: dict[int, float] = field(default_factory=dict)
     perplexity: tuple[float, float] = (0.0, 0.0)  # and seconds
     local_perplexity: float = 0.0
     busy_percent: list[float] = field(default_factory=list)
 
     def rate(self, name: str) -> float:
-        return statistics.median(one if isinstance(one, float) else one[0] for one in getattr(self, name))
+        return statistics.median(one if isinstance(one, float) else one[0].per_s for one in getattr(self, name))
 
     @property
     def rolecall_bytes(self) -> float:
         return statistics.median(one[1] for one in self.rolecall)
 
     def bars(self) -> list[command.Bar]:
-        times = statistics.median(r / t for (r, _), t in zip(self.rolecall, self.tutorial, strict=True))
-        part = statistics.median(r / one for (r, _), one in zip(self.rolecall, self.local, strict=True))
+        times = statistics.median(r.per_s / t for (r, _), t in zip(self.rolecall, self.tutorial, strict=True))
+        part = statistics.median(r.per_s / one for (r, _), one in zip(self.rolecall, self.local, strict=True))
         less = self.tutorial_bytes / self.rolecall_bytes
         worse = self.perplexity[0] / self.local_perplexity
         return [
@@ -82,8 +84,8 @@ def measure(rounds: int, micro: tuple[int, ...], console: Console) -> Measured:
     results = Measured()
     display = Display(3 * rounds + len(micro) + 3, console, results.busy_percent)
 
-    def show(run: tuple[float, float]) -> str:
-        return f"{run[0]:,.0f} tokens/s, {run[1] / 1e6:,.2f} MB a step"
+    def show(run: tuple[Speed, float]) -> str:
+        return f"{run[0].per_s:,.0f} tokens/s, {run[1] / 1e6:,.2f} MB a step"
 
     def rate(value: float) -> str:
         return f"{value:,.0f} tokens/s"
@@ -110,34 +112,31 @@ def measure(rounds: int, micro: tuple[int, ...], console: Console) -> Measured:
 
 
 def _with(parts: int) -> Callable[[Callable[[str], None]], float]:
-    return lambda on: rolecall_rnn.measure(STEPS, on, MICRO_BATCHES=parts)[0]
+    return lambda on: rolecall_rnn.measure(STEPS, on, MICRO_BATCHES=parts)[0].per_s
 
 
 def tables(results: Measured) -> list[Table]:
     """The results for people."""
     shape = f"vocabulary {local_rnn.VOCABULARY:,}, width {local_rnn.WIDTH}, {local_rnn.LAYERS} layers, " \
             f"sequence {local_rnn.SEQUENCE}, batch {local_rnn.BATCH}"  # fmt: skip
-    rates = Table("", "tokens/s", "bytes a step", title=shape)
+    rates = command.table("", "tokens/s", "bytes a step", title=shape)
     rates.add_row("the tutorial's way", f"{results.rate('tutorial'):,.0f}", f"{results.tutorial_bytes:,.0f}")
     rates.add_row("one process", f"{results.rate('local'):,.0f}", "")
     rates.add_row("rnn", f"{results.rate('rolecall'):,.0f}", f"{results.rolecall_bytes:,.0f}")
     for parts, value in results.micro.items():
         rates.add_row(f"rnn, MICRO_BATCHES={parts}", f"{value:,.0f}", "")
-    ends = Table("", "perplexity", title="After the default run")
+    ends = command.table("", "perplexity", title="After the default run")
     ends.add_row("one process", f"{results.local_perplexity:.2f}")
     ends.add_row(f"rnn, {results.perplexity[1]:.0f} s", f"{results.perplexity[0]:.2f}")
-    for table in (rates, ends):
-        for column in table.columns[1:]:
-            column.justify = "right"
     return [rates, ends]
 
 
 def main(argv: list[str] | None = None) -> int:
-    def run(rounds: int, quick: bool, console: Console) -> Measured:
+    def run(arguments: argparse.Namespace, console: Console) -> Measured:
         launch.clean_environment(RnnSettings)
-        return measure(rounds, () if quick else (1, 2, 4), console)
+        return measure(arguments.rounds, () if arguments.quick else (1, 2, 4), console)
 
-    return command.run("rnn", __doc__, 3, "the default MICRO_BATCHES only", run, tables, argv)
+    return command.run("rnn", __doc__, "the default MICRO_BATCHES only", run, tables, argv, 3)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ comes.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import command
-from bench.display import Display
+from bench.display import Display, save
 from bench.scale_coordinator import allow_descriptors
 from bench.scale_members import Crowd, Speaker
 from rolecall.gang.protocol import Rules
@@ -122,11 +122,6 @@ class Measured:
         details = {"lease_s": LEASE, "window_s": self.window, "sizes": sizes, "bars": command.bars_json(self),
                    "busy_percent": self.busy_percent, "processors": os.cpu_count()}  # fmt: skip
         return {**figures, "part": self.part, "details": details}
-
-    def write(self) -> None:
-        """What there is so far, to BENCH_JSON."""
-        if target := os.environ.get("BENCH_JSON"):
-            Path(target).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
 
 class Bench:
@@ -234,7 +229,7 @@ class Bench:
             raise TimeoutError(f"{self.measured.part}: not within {DEADLINE:g} s") from None
 
     def _keep(self) -> None:
-        self.measured.write()
+        save(self.measured.to_json())
 
 
 def _coordinator(directory: Path, members: int) -> Any:
@@ -273,7 +268,7 @@ def measure(sizes: tuple[int, ...], window: float, console: Console) -> Measured
     """Everything. Raises RuntimeError or TimeoutError where a part fails; it names the part."""
     allow_descriptors()
     measured = Measured(window)
-    with Display(len(sizes), console, measured.busy_percent) as display:
+    with Display(len(sizes), console, measured.busy_percent, measured.to_json) as display:
         for members in sizes:
             display.step(f"{members:,} members", lambda on, n=members: asyncio.run(Bench(measured, n, on).run()),  # type: ignore[misc]
                          lambda size: None, _line)  # fmt: skip
@@ -288,20 +283,19 @@ def _line(size: Size) -> str:
 
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
-    table = Table("members", *(f"{members:,}" for members in measured.sizes), title=f"LEASE_SECONDS={LEASE:g}")
+    table = command.table("members", *(f"{members:,}" for members in measured.sizes), title=f"LEASE_SECONDS={LEASE:g}")
     for what, name, text in ROWS:
         values = (getattr(size, name) for size in measured.sizes.values())
         table.add_row(what, *("" if value is None else text.format(value) for value in values))
-    for column in table.columns[1:]:
-        column.justify = "right"
     return [table]
 
 
 def main(argv: list[str] | None = None) -> int:
-    def run(rounds: int, quick: bool, console: Console) -> Measured:
-        return measure(QUICK_SIZES if quick else SIZES, QUICK_WINDOW if quick else WINDOW, console)
+    def run(arguments: argparse.Namespace, console: Console) -> Measured:
+        sizes, window = (QUICK_SIZES, QUICK_WINDOW) if arguments.quick else (SIZES, WINDOW)
+        return measure(sizes, window, console)
 
-    return command.run("scale", __doc__, 1, "30 and 300 members only", run, tables, argv)
+    return command.run("scale", __doc__, "30 and 300 members only", run, tables, argv)
 
 
 if __name__ == "__main__":

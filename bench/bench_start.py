@@ -7,7 +7,7 @@ With BENCH_JSON=FILE each number is written as soon as it is known.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import re
 import statistics
@@ -61,6 +61,8 @@ class Measured:
         return TIMES * statistics.median(self.imports) + PLUS
 
     def bars(self) -> list[command.Bar]:
+        if not self.imports:
+            return []
         limit = f"<= {self.limit():.2f} s: {TIMES:g} x the import + {PLUS:g} s"
         bars = [(f"{job}, first step", f"{self.seconds(job):.2f} s", limit, self.seconds(job) <= self.limit())
                 for job in JOBS if f"{job}_1" in self.steps]  # fmt: skip
@@ -83,11 +85,6 @@ class Measured:
             if step == "1":
                 known[f"ratio_{job}"] = round(statistics.median(values) / statistics.median(self.imports), 3)
         return {**known, "details": {**asdict(self), "bars": command.bars_json(self), "processors": os.cpu_count()}}
-
-    def save(self) -> None:
-        """Writes the JSON, where one is asked for."""
-        if target := os.environ.get("BENCH_JSON"):
-            Path(target).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
 
 def cold_import() -> float:
@@ -165,20 +162,20 @@ def measure(rounds: int, console: Console) -> Measured:
         def kept(seconds: list[float]) -> None:
             for step, one in zip(STEPS.get(job, (1,)), seconds, strict=True):
                 measured.steps.setdefault(f"{job}_{step}", []).append(one)
-            measured.save()
 
         return kept
 
-    def imported(seconds: float) -> None:
-        measured.imports.append(seconds)
-        measured.save()
-
     with four_hosts(console) as hosts, Display(
-        (1 + len(JOBS) + (hosts is not None)) * rounds, console, measured.busy_percent
+        (1 + len(JOBS) + (hosts is not None)) * rounds, console, measured.busy_percent, measured.to_json
     ) as display:  # fmt: skip
         for number in range(1, rounds + 1):
             measured.load.append(os.getloadavg()[0])
-            display.step(f"import, round {number}", lambda on: cold_import(), imported, lambda value: f"{value:.2f} s")
+            display.step(
+                f"import, round {number}",
+                lambda on: cold_import(),
+                measured.imports.append,
+                lambda value: f"{value:.2f} s",
+            )
             for job in JOBS:
                 display.step(f"{job}, round {number}", lambda on, job=job: start(job, STEPS[job], on),  # type: ignore[misc]
                              keep(job), lambda value: ", ".join(f"{one:.2f} s" for one in value))  # fmt: skip
@@ -201,12 +198,12 @@ def tables(measured: Measured) -> list[Table]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    def run(rounds: int, quick: bool, console: Console) -> Measured:
+    def run(arguments: argparse.Namespace, console: Console) -> Measured:
         for job in JOBS:
             launch.clean_environment(registry.get(job).settings)
-        return measure(rounds, console)
+        return measure(arguments.rounds, console)
 
-    return command.run("start", __doc__, 5, "for a first look", run, tables, argv)
+    return command.run("start", __doc__, "for a first look", run, tables, argv, 5)
 
 
 if __name__ == "__main__":

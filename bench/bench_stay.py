@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import statistics
@@ -28,8 +27,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench import command
+from bench import command, launch
 from bench.display import Display
+from bench.launch import PERIOD, Program
 from bench.stay_job import Load, Step
 
 MEMBERS = 6
@@ -37,8 +37,8 @@ CALM_SECONDS = 3.0  # of steps before and after an event
 MIN_STEPS = 20  # of these
 KILL_SECONDS = 20.0
 SETTLE_SECONDS = 120.0  # beside the time of loading, for a run to have all members
-PERIOD = 0.05  # of looking
 ROW = TypeVar("ROW", Step, Load)
+T = TypeVar("T")
 On = Callable[[str], None]
 FIGURES = {
     "join_stall_s": 0.05,
@@ -91,11 +91,12 @@ class Measured:
         return {**now, "before": self.figures.get("before", {}), "details": details}
 
 
-class Run:
-    """A run of the job by the version in `tree`. Raises TimeoutError for what does not come in time."""
+class Run(Program):
+    """A run of the job, whose members load as `scale` says. Raises TimeoutError for what does not come in time."""
 
-    def __init__(self, process: subprocess.Popen[bytes], tree: Path, directory: Path, scale: Scale) -> None:
-        self.process, self.tree, self.directory, self.scale = process, tree, directory, scale
+    def __init__(self, program: Program, scale: Scale) -> None:
+        super().__init__(program.process, program.folder)
+        self.directory, self.scale = program.folder / "run", scale
 
     def _rows(self, name: str, kind: type[ROW]) -> list[ROW]:
         try:
@@ -112,17 +113,9 @@ class Run:
     def loads(self) -> list[Load]:
         return self._rows("loads", Load)
 
-    def until(self, condition: Callable[[], Any], what: str) -> Any:
+    def soon(self, condition: Callable[[], T | None], what: str) -> T:
         """Waits for a true value of `condition`, and returns it."""
-        end = time.monotonic() + SETTLE_SECONDS + 2 * self.scale.load_seconds
-        while time.monotonic() < end:
-            if found := condition():
-                return found
-            if self.process.poll() is not None:
-                log = (self.directory.parent / "log").read_text()[-3000:]
-                raise RuntimeError(f"the run ended by itself:\n{log}")
-            time.sleep(PERIOD)
-        raise TimeoutError(what)
+        return self.until(condition, SETTLE_SECONDS + 2 * self.scale.load_seconds, what)
 
     def wait_for(self, answers: int, after: float, generation: int = 0) -> Step:
         """The first step after the time `after` in a later generation than `generation` that had so many answers."""
@@ -131,8 +124,7 @@ class Run:
             late = (step for step in self.steps if step.at > after and step.generation > generation)
             return next((step for step in late if step.answers >= answers), None)
 
-        step: Step = self.until(found, f"a step with {answers} answers")
-        return step
+        return self.soon(found, f"a step with {answers} answers")
 
     def part(self, rank: str, part: str) -> psutil.Process | None:
         """The process of a part of the rank, such as the worker of "member_0"."""
@@ -146,7 +138,7 @@ class Run:
 
     def kill(self, rank: str, part: str) -> float:
         """Kills it. Returns when."""
-        process: psutil.Process = self.until(lambda: self.part(rank, part), f"a {part} of {rank}")
+        process = self.soon(lambda: self.part(rank, part), f"a {part} of {rank}")
         at = time.monotonic()
         process.kill()
         return at
@@ -160,7 +152,7 @@ class Run:
             recent = [step.answers for step in self.steps if step.at > now - CALM_SECONDS]
             return now - since > CALM_SECONDS and len(recent) >= MIN_STEPS and min(recent) == members
 
-        self.until(is_calm, f"steps of {members} members")
+        self.soon(is_calm, f"steps of {members} members")
 
     def stall(self, since: float) -> float:
         """The longest time between two steps since `since`, beyond the usual one."""
@@ -172,42 +164,12 @@ class Run:
 
 @contextlib.contextmanager
 def run(tree: Path, scale: Scale, members: int = MEMBERS, **variables: object) -> Iterator[Run]:
-    """Starts the job; no process is left afterwards."""
-    with tempfile.TemporaryDirectory(prefix="bench-stay-", ignore_cleanup_errors=True) as folder:
-        directory = Path(folder) / "run"
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{tree / 'app'}:{tree}",
-            "CHECKPOINT_DIR": str(directory),
-            "MEMBERS": str(members),
-            "LOAD_SECONDS": str(scale.load_seconds),
-            "LOAD_MB": str(scale.load_mb),
-            **{name: str(value) for name, value in variables.items()},
-        }
-        with (Path(folder) / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "rolecall", "run", "bench/stay_job.py", "--plain"],
-                cwd=tree,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            yield Run(process, tree, directory, scale)
-        finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    left = [process]
-    with contextlib.suppress(psutil.NoSuchProcess):
-        left += psutil.Process(process.pid).children(recursive=True)
-    for each in left:
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            each.kill()
-    process.wait(10)
+    """Starts the job by the version in `tree`; no process is left afterwards."""
+    words = [sys.executable, "-m", "rolecall", "run", "bench/stay_job.py", "--plain"]
+    settings = {"PYTHONPATH": f"{tree / 'app'}:{tree}", "MEMBERS": members, "LOAD_SECONDS": scale.load_seconds,
+                "LOAD_MB": scale.load_mb, **variables}  # fmt: skip
+    with launch.program(words, tree, **settings) as started:
+        yield Run(started, scale)
 
 
 def events(tree: Path, scale: Scale, on: On) -> dict[str, float]:
@@ -239,9 +201,7 @@ def events(tree: Path, scale: Scale, on: On) -> dict[str, float]:
         on("rank 0 is killed")
         old, generation = job.part("lead_0", "supervisor"), job.steps[-1].generation
         job.kill("lead_0", "supervisor")
-        again: psutil.Process = job.until(
-            lambda: (found := job.part("lead_0", "supervisor")) != old and found, "rank 0's restart"
-        )
+        again = job.soon(lambda: (found := job.part("lead_0", "supervisor")) != old and found, "rank 0's restart")
         restarted = again.create_time() - time.time() + time.monotonic()
         found["rank0_s"] = job.wait_for(1, restarted, generation).at - restarted
         job.calm()
@@ -259,7 +219,7 @@ def spare(tree: Path, scale: Scale, on: On) -> dict[str, float]:
     """The death of a member's worker beside spare ones."""
     with run(tree, scale, SPARES=1) as job:
         on("members and spares load")
-        job.until(lambda: len(job.loads) >= 2 * MEMBERS, "spares")
+        job.soon(lambda: len(job.loads) >= 2 * MEMBERS, "spares")
         job.calm()
         killed = job.kill("member_1", "worker")
         job.wait_for(MEMBERS - 1, killed)
@@ -314,7 +274,7 @@ def measure(before: str, only: list[str], quick: bool, console: Console) -> Meas
         trees = {"now": Path(__file__).parents[1]}
         if before:
             trees["before"] = stack.enter_context(_copy(before))
-        display = stack.enter_context(Display(len(trees) * len(only), console, found.busy_percent))
+        display = stack.enter_context(Display(len(trees) * len(only), console, found.busy_percent, found.to_json))
         for name in only:
             for version, tree in trees.items():
                 if name == "spare" and version == "before":
@@ -325,14 +285,12 @@ def measure(before: str, only: list[str], quick: bool, console: Console) -> Meas
                     lambda figures, version=version: found.figures.setdefault(version, {}).update(figures),
                     lambda figures: ", ".join(f"{name} {value:.3g}" for name, value in figures.items()),
                 )
-                if target := os.environ.get("BENCH_JSON"):
-                    Path(target).write_text(json.dumps(found.to_json(), indent=1) + "\n")
     return found
 
 
 def tables(found: Measured) -> list[Table]:
     names = dict.fromkeys(name for figures in found.figures.values() for name in figures)
-    table = Table("figure", *found.figures, title=f"{MEMBERS} members that take long to load")
+    table = command.table("figure", *found.figures, title=f"{MEMBERS} members that take long to load")
     for name in names:
         table.add_row(name, *(f"{figures[name]:.3g}" if name in figures else "" for figures in found.figures.values()))
     return [table]
@@ -340,30 +298,16 @@ def tables(found: Measured) -> list[Table]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
-    only, before = list(PARTS), ""
 
-    def more(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
-        parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--only", type=command.chosen_from(PARTS), default=list(PARTS), help=", ".join(PARTS))
         parser.add_argument("--before", default="", help="a commit to measure beside this version")
 
-        def accept(arguments: argparse.Namespace) -> None:
-            nonlocal only, before
-            only, before = arguments.only.split(","), arguments.before
-            if unknown := set(only) - set(PARTS):
-                parser.error(f"--only: no part {', '.join(sorted(unknown))} ({', '.join(PARTS)})")
+    def run_all(arguments: argparse.Namespace, console: Console) -> Measured:
+        return measure(arguments.before, arguments.only, arguments.quick, console)
 
-        return accept
-
-    return command.run(
-        "stay",
-        str(__doc__).splitlines()[0],
-        1,
-        "with members that load in 4 s, and kills for 80 s",
-        lambda rounds, quick, console: measure(before, only, quick, console),
-        tables,
-        argv,
-        more,
-    )
+    what = "with members that load in 4 s, and kills for 80 s"
+    return command.run("stay", __doc__, what, run_all, tables, argv, options=options)
 
 
 if __name__ == "__main__":

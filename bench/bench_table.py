@@ -8,6 +8,7 @@ JSON.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -259,11 +260,11 @@ def tables(measured: Measured) -> list[Table]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    def run(rounds: int, quick: bool, console: Console) -> Measured:
+    def run(arguments: argparse.Namespace, console: Console) -> Measured:
         launch.clean_environment(HybridSettings)
-        return measure(rounds, quick, console)
+        return measure(arguments.rounds, arguments.quick, console)
 
-    return command.run("table", __doc__, 2, "a table of a tenth, for a first look", run, tables, argv)
+    return command.run("table", __doc__, "a table of a tenth, for a first look", run, tables, argv, 2)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from bench.launch import Speed
 from bench.peers import process
-from bench.rolecall_hybrid import Speed
 
 WARM = 100  # steps
 DEADLINE = 300.0  # a fail-safe

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.display import BUSY
+from bench.display import BUSY, save
 
 Bar = tuple[str, str, str, bool]  # what, measured, bar, whether it is met
 
@@ -33,23 +32,24 @@ Found = TypeVar("Found", bound=Result)
 
 
 def run(
-    job: str, description: str, rounds: int, quick: str, measure: Callable[[int, bool, Console], Found],
-    tables: Callable[[Found], Sequence[Table]], argv: list[str] | None,
-    more: Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], None]] | None = None,
+    job: str, description: str | None, quick: str, measure: Callable[[argparse.Namespace, Console], Found],
+    tables: Callable[[Found], Sequence[Table]], argv: list[str] | None, rounds: int = 1,
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> int:  # fmt: skip
-    """The command `bench_JOB`: `measure(rounds, whether --quick, console)`, show `tables`.
+    """The command `bench_JOB`: `measure(arguments, console)`, show `tables`. The arguments are `rounds`, whether
+    `quick`, and what `options` adds.
 
     Returns 0 where every bar is met, 1 where one is not or a run failed (RuntimeError, TimeoutError), 2 for bad input.
     """
     parser = argparse.ArgumentParser(prog=f"python -m bench.bench_{job}", description=description)
     parser.add_argument("--rounds", type=int, default=rounds, help="measurements of each rate; the median counts")
     parser.add_argument("--quick", action="store_true", help=f"1 round, {quick}")
-    accept = more(parser) if more else None  # options of this benchmark alone
+    options(parser)
     arguments = parser.parse_args(argv)
-    if accept:
-        accept(arguments)
     if arguments.rounds < 1:
         parser.error("--rounds: at least 1")
+    if arguments.quick:
+        arguments.rounds = 1
     target = os.environ.get("BENCH_JSON")
     if target and not Path(target).parent.is_dir():
         parser.error(f"BENCH_JSON={target}: no such directory")
@@ -57,7 +57,7 @@ def run(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console() if sys.stdout.isatty() else Console(width=120)
     try:
-        found = measure(1 if arguments.quick else arguments.rounds, arguments.quick, console)
+        found = measure(arguments, console)
     except (RuntimeError, TimeoutError) as error:
         console.print(f"bench-{job}: {error}", markup=False, highlight=False)
         return 1
@@ -68,9 +68,28 @@ def run(
     if any(busy > BUSY for busy in found.busy_percent):
         console.print("The machine was busy with something else before some measurements: run it again for numbers "
                       "to rely on.")  # fmt: skip
-    if target:
-        Path(target).write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    save(found.to_json())
     return 0 if all(met for *_, met in found.bars()) else 1
+
+
+def chosen_from(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an option that takes some of `known`, with commas between them."""
+
+    def chosen(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return names
+
+    return chosen
+
+
+def table(*columns: str, title: str) -> Table:
+    """A table whose columns but the first hold numbers."""
+    shown = Table(title=title)
+    for place, column in enumerate(columns):
+        shown.add_column(column, justify="right" if place else "left")
+    return shown
 
 
 def bars_json(found: Result) -> list[dict[str, Any]]:

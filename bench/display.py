@@ -42,15 +42,30 @@ def lines(console: Console, say: Callable[[], str]) -> Iterator[None]:
         writer.join()
 
 
+def save(content: dict[str, Any]) -> None:
+    """Writes BENCH_JSON, if it is asked for."""
+    if target := os.environ.get("BENCH_JSON"):
+        temporary = Path(f"{target}.tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(target)
+
+
 class Display:
     """Shows `total` measurements on `console`, with a bar on a terminal and lines elsewhere, and keeps each in
     BENCH_JSON as it comes; is a context manager.
 
-    `busy_percent` is how busy the machine was before each of them: others' work.
+    `busy_percent` is how busy the machine was before each of them: others' work. `to_json` is what is kept, if that can
+    be told before all is measured; the lines that were shown are kept otherwise.
     """
 
-    def __init__(self, total: int, console: Console, busy_percent: list[float]) -> None:
-        self.busy_percent = busy_percent
+    def __init__(
+        self,
+        total: int,
+        console: Console,
+        busy_percent: list[float],
+        to_json: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        self.busy_percent, self._to_json = busy_percent, to_json
         self._progress = Progress(
             SpinnerColumn(), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False), console=console, transient=True,
@@ -60,10 +75,8 @@ class Display:
         self._lines = lines(console, lambda: f"{len(self._shown)}/{self._total} done; {self._news}")
         self._shown: dict[str, str] = {}  # what was measured so far
 
-    def _write(self, **more: str) -> None:
-        """What there is, to BENCH_JSON: the run's own file replaces it at the end, if it comes to that."""
-        if target := os.environ.get("BENCH_JSON"):
-            Path(target).write_text(json.dumps({"so_far": self._shown, **more}, indent=1) + "\n")
+    def _save(self, **more: str) -> None:
+        save(self._to_json() if self._to_json else {"so_far": self._shown, **more})
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -96,11 +109,11 @@ class Display:
         try:
             result = measure(on)
         except (RuntimeError, TimeoutError) as error:
-            self._write(failed=what)
+            self._save(failed=what)
             raise type(error)(f"{what}: {error or type(error).__name__}") from error
         keep(result)
         self._shown[what] = show(result)
-        self._write()
+        self._save()
         self._progress.advance(self._task)
         doubt = f"  (the machine was {busy:.0f} % busy before)" if busy > BUSY else ""
         self._progress.console.print(f"{what}: {show(result)}{doubt}", markup=False, highlight=False)

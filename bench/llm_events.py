@@ -1,4 +1,4 @@
-"""What the programs of bench_llm.py report: lines of JSON that all their processes append to the file BENCH_EVENTS.
+"""What the programs of bench_llm.py report: lines of JSON that all their processes append to a file in BENCH_FOLDER.
 
 Rolecall's job, the single process and the peers' programs report the same: an `Update` for each update by reward, a
 `Score` for each accuracy, and a `Member` for each object of a role that was made, and again once it is in use.
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "BENCH_EVENTS"  # the file's path
+FOLDER, FILE = "BENCH_FOLDER", "events"  # the variable, and the file there
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ KINDS = {"Update": Update, "Score": Score, "Member": Member}
 def append(event: Update | Score | Member) -> None:
     """Adds a line to the file."""
     line = json.dumps({"kind": type(event).__name__, **asdict(event)}) + "\n"
-    with Path(os.environ[VARIABLE]).open("ab", buffering=0) as file:  # one write: several processes append
+    with Path(os.environ[FOLDER], FILE).open("ab", buffering=0) as file:  # one write: several processes append
         file.write(line.encode())
 
 

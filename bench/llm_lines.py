@@ -12,7 +12,7 @@ import tokenize
 from collections.abc import Collection
 from pathlib import Path
 
-from bench.peers.process import REPOSITORY
+from bench.launch import REPOSITORY
 
 OURS = REPOSITORY / "examples" / "grpo.py"
 DISTRIBUTED = ("Reward", "Generator", "learner", "take", "ROLES", "JOB")  # in OURS; peers' programs are nothing else

@@ -1,11 +1,9 @@
-"""The limits of `ps`: the same training in one process without RPC, its computation alone, and the network alone."""
+"""The limits of `ps`: the same training in one process without RPC, and its computation alone."""
 
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.synchronize import Barrier
@@ -13,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import rpc
 
-from bench import ranks, wires
-from rolecall import config, remote
+from rolecall import config
 from rolecall.config import cores
 from rolecall.context.memory import keep_freed_memory
 from rolecall.jobs.ps import PsSettings, data, evaluate, model
@@ -39,17 +35,6 @@ def pass_seconds(processes: int, seconds: float = 4.0) -> float:
     """Seconds of one batch's forward and backward pass where `processes` do that side by side, sharing the cores."""
     passes = apart(processes, _pass, max(1, cores() // processes), seconds)
     return sum(passes) / len(passes)
-
-
-def round_trip_seconds(callers: int, elements: int, seconds: float = 3.0) -> float:
-    """Seconds in which a float32 tensor [elements] goes to another process and one like it comes back.
-
-    `callers` processes do so at once, with one call in flight each.
-    """
-    names = ["server", *(f"caller{number}" for number in range(callers))]
-    with tempfile.TemporaryDirectory(prefix="bench-ps-exchange-") as directory:
-        trips: float = ranks.run(names, _exchange, names[1:], directory, elements, seconds, deadline=DEADLINE)
-    return trips
 
 
 def batches(split: data.Split, size: int) -> Iterator[Tensor]:
@@ -122,30 +107,3 @@ def _pass(threads: int, seconds: float) -> float:
     assert _together is not None
     _together.wait(DEADLINE)
     return 1 / steady(step, WARM_SECONDS, seconds)
-
-
-def _exchange(tell: ranks.Tell, callers: list[str], directory: str, elements: int, seconds: float) -> float:
-    wires.connect(["server", *callers], directory)
-    wires.here().wire.dispatcher.serve(Server())
-    calls = [rpc.rpc_async(name, _call, args=(elements, seconds)) for name in callers]
-    trips: list[float] = torch.futures.wait_all(calls)
-    return sum(trips) / len(trips)
-
-
-def _call(elements: int, seconds: float) -> float:
-    sent = deque([torch.zeros(elements), torch.zeros(elements)])
-
-    def step() -> int:
-        sent.rotate()
-        wires.here().call("server", Server.back, sent[0]).result()
-        return 1
-
-    return 1 / steady(step, 0.2 * seconds, seconds)
-
-
-class Server:
-    """What the process `server` serves."""
-
-    @remote
-    def back(self, tensor: Tensor) -> Tensor:
-        return tensor

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import command, growth_ps, rolecall_ps
+from bench import command, rolecall_ps
 from rolecall import config
 from rolecall.jobs.ps import PsSettings
 
@@ -21,16 +21,17 @@ CANDIDATES: dict[str, tuple[dict[str, str], int]] = {
     "async": ({"update_mode": "async"}, 10),
     "autograd": ({"update_mode": "autograd"}, 6),
     "sync int8": ({"update_mode": "sync", "wire_dtype": "int8"}, 8),
-    "async int8": ({"update_mode": "async", "wire_dtype": "int8"}, 8),
-    "sync, TLS=off": ({"update_mode": "sync", "tls": "off"}, 10),
-    "async, TLS=off": ({"update_mode": "async", "tls": "off"}, 10),
+}
+# whole trainings, whose accuracy counts
+ENDS: dict[str, dict[str, object]] = {
+    **{mode: {"UPDATE_MODE": mode} for mode in MODES},
+    "local int4": {"UPDATE_MODE": "local", "WIRE_DTYPE": "int4", "INNER_STEPS": 23, "OUTER_LR": 0.8},
 }
 TRAINERS = 2  # of the rates
-BARRED = ("sync", "async")  # whose rates have a bar
+BARRED = ("sync", "async")  # whose rates have bars
 LOCAL_BAR = 0.85  # of one process without RPC, at least
 TUTORIAL_BAR = 2.0  # times the tutorial's rate, at least
 DDP_BARS = {"sync": 1.0, "async": 1.1}  # of the rate of DistributedDataParallel, at least
-BESIDE_DDP = ("sync", "async", "sync, TLS=off", "async, TLS=off")  # DDP itself encrypts nothing
 ACCURACY_BAR = 0.97
 BYTES_BAR = 0.02  # difference of the bytes counted from those computed, at most
 
@@ -45,15 +46,10 @@ class Measured:
     local: list[list[float]] = field(default_factory=list)
     local_kept: list[float] = field(default_factory=list)
     tutorial: list[list[float]] = field(default_factory=list)
-    tutorial_one_thread: list[float] = field(default_factory=list)
-    ddp: dict[str, list[list[float]]] = field(default_factory=lambda: {name: [] for name in BESIDE_DDP})
+    ddp: dict[str, list[list[float]]] = field(default_factory=lambda: {name: [] for name in BARRED})
     throughput: dict[str, list[rolecall_ps.Throughput]] = field(default_factory=lambda: {c: [] for c in CANDIDATES})
-    accuracy: dict[str, dict[int, rolecall_ps.Accuracy]] = field(default_factory=lambda: {mode: {} for mode in MODES})
+    accuracy: dict[str, dict[int, rolecall_ps.Accuracy]] = field(default_factory=lambda: {mode: {} for mode in ENDS})
     pass_seconds: float = 0.0
-    round_trip_seconds: float = 0.0
-    exchange_seconds: float = 0.0
-    exchanges_at_once_seconds: float = 0.0
-    growth: list[growth_ps.Point] = field(default_factory=list)
     busy_percent: list[float] = field(default_factory=list)
 
     @property
@@ -134,7 +130,7 @@ class Measured:
         derived = {
             "of_local": {name: self.of_local(name) for name in CANDIDATES},
             "of_tutorial": {name: self.of_tutorial(name) for name in CANDIDATES},
-            "of_ddp": {name: self.of_ddp(name) for name in BESIDE_DDP},
+            "of_ddp": {name: self.of_ddp(name) for name in BARRED},
             "samples_per_s": {name: [run.samples_per_s for run in self.throughput[name]] for name in CANDIDATES},
             "step_bytes": {
                 name: dict(zip(("computed", "sent", "received"), self.step_bytes(name), strict=True))
@@ -143,11 +139,6 @@ class Measured:
             },
             "step_seconds": self.step_seconds,
             "overhead_seconds": self.overhead_seconds,
-            "overhead_of_exchange": self.overhead_seconds / self.exchange_seconds,
-            "saturated_trainers_pushes_per_s": {
-                f"{mode}, {servers} servers": growth_ps.saturation(curve)
-                for (mode, servers), curve in growth_ps.curves(self.growth).items()
-            },
             "bars": command.bars_json(self),
             "processors": os.cpu_count(),
         }
@@ -167,7 +158,7 @@ def batch_size() -> int:
 
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
-    rates = Table("", "median", "least", "most", "of one process", "x tutorial", "of DDP",
+    rates = command.table("", "median", "least", "most", "of one process", "x tutorial", "of DDP",
                   title=f"Samples a second ({TRAINERS} trainers, batches of {batch_size()})")  # fmt: skip
     local = [rate for rates in measured.local for rate in rates]
 
@@ -175,7 +166,6 @@ def tables(measured: Measured) -> list[Table]:
         rates.add_row(what, *(f"{v:,.0f}" for v in (statistics.median(values), min(values), max(values))), *ratios)
 
     rate("the tutorial's way, one trainer", [rate for rates in measured.tutorial for rate in rates])
-    rate("the same with one thread", measured.tutorial_one_thread)
     rate(f"DDP with gloo, {TRAINERS} processes of one thread", measured.ddp_rates)
     rate("one process without RPC", local)
     rate("the same, keeping memory as a worker does", measured.local_kept)
@@ -185,28 +175,21 @@ def tables(measured: Measured) -> list[Table]:
             [run.samples_per_s for run in runs],
             f"{statistics.median(measured.of_local(name)):.3f}",
             f"{statistics.median(measured.of_tutorial(name)):.2f}",
-            f"{statistics.median(measured.of_ddp(name)):.3f}" if name in BESIDE_DDP else "",
+            f"{statistics.median(measured.of_ddp(name)):.3f}" if name in BARRED else "",
         )
     counts = list(next(iter(measured.accuracy.values())))
-    accuracy = Table("trainers:", *map(str, counts), title="Test accuracy on the digits")
+    accuracy = command.table("trainers:", *map(str, counts), title="Test accuracy on the digits")
     for mode, ends in measured.accuracy.items():
-        accuracy.add_row(f"UPDATE_MODE={mode}", *(f"{run.accuracy:.2%}" for run in ends.values()))
-    step = Table("a step of UPDATE_MODE=sync", "", title="What a step costs")
+        accuracy.add_row(mode, *(f"{run.accuracy:.2%}" for run in ends.values()))
+    step = command.table("a step of UPDATE_MODE=sync", "", title="What a step costs")
     for what, seconds in (
         ("all of it", measured.step_seconds),
         ("forward and backward pass, all trainers side by side", measured.pass_seconds),
         ("the rest", measured.overhead_seconds),
-        ("limit: round trip of all parameters", measured.exchange_seconds),
-        (f"{TRAINERS} such round trips at once", measured.exchanges_at_once_seconds),
-        ("round trip of one byte", measured.round_trip_seconds),
     ):
         step.add_row(what, f"{1000 * seconds:.2f} ms")
-    step.add_row("the rest to the limit", f"{measured.overhead_seconds / measured.exchange_seconds:.2f}")
-    size = Table("bytes of a trainer's step", "computed", "sent", "received", title="Bytes")
+    size = command.table("bytes of a trainer's step", "computed", "sent", "received", title="Bytes")
     for name in CANDIDATES:
         if name != "autograd":
             size.add_row(f"UPDATE_MODE={name}", *(f"{value:,.0f}" for value in measured.step_bytes(name)))
-    for table in (rates, accuracy, step, size):
-        for column in table.columns[1:]:
-            column.justify = "right"
-    return [rates, accuracy, step, size, growth_ps.table(measured.growth)]
+    return [rates, accuracy, step, size]

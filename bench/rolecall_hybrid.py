@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable
 from datetime import datetime
-from typing import NamedTuple
-
-import psutil
 
 from bench import launch
 from bench.bags import BATCH, LEARNING_RATE, TRAINERS, WIDTH
+from bench.launch import Speed
 
 STEP = re.compile(r"Epoch \d+\tstep (\d+)\t")
 EPOCH = re.compile(r"Epoch (\d+)\ttest accuracy")
@@ -19,18 +16,6 @@ DATASETS = {rows: f"bench.local_hybrid:random_{name}"
             for rows, name in ((100_000, "100k"), (1_000_000, "1m"), (10_000_000, "10m"))}  # fmt: skip
 INTERVAL = 50  # steps
 WARM = 200  # steps
-
-
-class Speed(NamedTuple):
-    """Steps a second, and the processor seconds that all processes together use in a step."""
-
-    steps_per_s: float
-    cpu_s_per_step: float
-
-
-def steps_per_s(rows: int, steps: int, progress: Callable[[str], None], **variables: object) -> float:
-    """The `steps_per_s` of `speed`."""
-    return speed(rows, steps, progress, **variables).steps_per_s
 
 
 def speed(rows: int, steps: int, progress: Callable[[str], None], **variables: object) -> Speed:
@@ -49,22 +34,12 @@ def speed(rows: int, steps: int, progress: Callable[[str], None], **variables: o
             step, at = int(match[1]), datetime.fromisoformat(event["timestamp"]).timestamp()
             progress(f"step {step}")
             if first is None and step >= WARM:
-                first = step, at, _cpu_seconds(running.process.pid)
+                first = step, at, running.cpu_seconds()
             if first and step >= first[0] + steps:
                 measured = step - first[0]
-                return Speed(measured / (at - first[1]), (_cpu_seconds(running.process.pid) - first[2]) / measured)
+                return Speed(measured / (at - first[1]), (running.cpu_seconds() - first[2]) / measured)
         running.done()
     raise RuntimeError("it ended before its time")
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Of a process and all that it has started."""
-    launcher, seconds = psutil.Process(pid), 0.0
-    for process in (launcher, *launcher.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            used = process.cpu_times()
-            seconds += used.user + used.system
-    return seconds
 
 
 def accuracy(progress: Callable[[str], None], **variables: object) -> tuple[float, float]:

@@ -37,8 +37,8 @@ class Accuracy:
 @dataclass(frozen=True)
 class Throughput:
     """Of the epochs in the middle of a run: samples and seconds, and per trainer what a step cost on the average:
-    payload bytes sent and received in `exchange`, and seconds that it stood still for parameters. `restarts` counts the
-    generations that followed the first one.
+    payload bytes sent and received in `exchange`, and seconds that it stood still for parameters. `cpu_seconds` are
+    those of all processes.
     """
 
     samples: int
@@ -46,7 +46,7 @@ class Throughput:
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
     wait_seconds: float = 0.0
-    restarts: int = 0
+    cpu_seconds: float = 0.0
 
     @property
     def samples_per_s(self) -> float:
@@ -80,16 +80,16 @@ def throughput(
              "CHECKPOINT_INTERVAL": 86400, "JOIN_GRACE": JOIN_GRACE}  # fmt: skip
     stamps: dict[int, float] = {}
     counts: dict[int, list[Counts]] = {}
-    generations = 0
+    cpu: dict[int, float] = {}
     pieces = len(parts(build(settings), settings))
     with launch.run("ps", deadline, {**fixed, **{name.upper(): value for name, value in variables.items()}}) as running:
         for event in running.events():
-            generations += event.get("event") == "gang generation"
-            # without a checkpoint, a generation that follows another begins at the first epoch: its lines count
             if match := EPOCH.match(event.get("event", "")):
                 number = int(match[1])
                 stamps[number] = datetime.fromisoformat(event["timestamp"]).timestamp()
                 progress(f"epoch {number}")
+                if number in (WARM, WARM + epochs):
+                    cpu[number] = running.cpu_seconds()
                 # before the measured epochs and after them: scraping costs time
                 if number in (WARM - 1, WARM + epochs):
                     counts[number] = _scrape(running.directory, pieces)
@@ -111,7 +111,7 @@ def throughput(
         per_step("sent_bytes", "calls"),
         per_step("received_bytes", "answers"),
         per_step("wait_seconds", "answers"),
-        generations - 1,
+        cpu[WARM + epochs] - cpu[WARM],
     )
 
 

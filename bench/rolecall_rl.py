@@ -25,6 +25,7 @@ class Result:
     seconds: float
     running_reward: float
     steady_steps_per_s: float
+    cpu_seconds: float  # of all processes, until the last progress line
 
     @property
     def steps_per_s(self) -> float:
@@ -40,12 +41,13 @@ def run(
     `progress` is called with (iteration, running reward) at each progress line. Raises RuntimeError where the run
     fails or takes longer than `deadline` seconds. No process is left afterwards.
     """
-    rates = []
+    rates, cpu_seconds = [], 0.0
     with launch.run("rl", deadline, variables) as running:
         for event in running.events():
             if match := ITERATION.match(event.get("event", "")):
                 rates.append(float(event["steps_per_s"]))
                 progress((int(match[1]), float(match[2])))
+                cpu_seconds = running.cpu_seconds()
         done = running.done()
     return Result(
         bool(done["solved"]),
@@ -54,4 +56,5 @@ def run(
         float(done["seconds"]),
         float(done["running_return"]),
         statistics.median(rates[1:]) if len(rates) > 1 else float(done["env_steps"]) / float(done["seconds"]),
+        cpu_seconds,
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from bench import launch
+from bench.launch import Speed
 from bench.local_rnn import BATCH, LAYERS, LEARNING_RATE, SEQUENCE, VOCABULARY, WIDTH, Meter
 
 STEP = re.compile(r"Epoch \d+\tstep (\d+)\t")
@@ -17,8 +18,8 @@ INTERVAL = 10  # steps
 WARM = 20  # steps
 
 
-def measure(steps: int, progress: Callable[[str], None], **variables: object) -> tuple[float, float]:
-    """Tokens a second, and bytes a step over the network, of `steps` steps (a multiple of 10) in the middle of a run.
+def measure(steps: int, progress: Callable[[str], None], **variables: object) -> tuple[Speed, float]:
+    """The speed in tokens, and bytes a step over the network, of `steps` steps (a multiple of 10) in a run's middle.
 
     Raises RuntimeError where the run fails or takes too long. No process is left afterwards.
     """
@@ -26,7 +27,7 @@ def measure(steps: int, progress: Callable[[str], None], **variables: object) ->
              "SEQUENCE": SEQUENCE, "BATCH_SIZE": BATCH, "DROPOUT": 0, "OPTIMIZER": "sgd", "LR": LEARNING_RATE,
              "EPOCHS": 1, "CHECKPOINT_INTERVAL": 86400,
              "CORPUS_BYTES": 0, "LOG_INTERVAL": INTERVAL}  # fmt: skip
-    meter, stamps = Meter(), {}
+    meter, stamps, cpu = Meter(), {}, {}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(_text((WARM + steps + INTERVAL) * BATCH * SEQUENCE))
         file.flush()
@@ -37,12 +38,16 @@ def measure(steps: int, progress: Callable[[str], None], **variables: object) ->
                 number = int(match[1])
                 stamps[number] = datetime.fromisoformat(event["timestamp"]).timestamp()
                 progress(f"step {number}")
+                if number in (WARM, WARM + steps):
+                    cpu[number] = running.cpu_seconds()
                 if number == WARM:
                     meter.begin()
                 if number == WARM + steps:
                     meter.end()
             running.done()
-    return BATCH * SEQUENCE * steps / (stamps[WARM + steps] - stamps[WARM]), meter.transferred / steps
+    tokens = BATCH * SEQUENCE * steps
+    speed = Speed(tokens / (stamps[WARM + steps] - stamps[WARM]), (cpu[WARM + steps] - cpu[WARM]) / tokens)
+    return speed, meter.transferred / steps
 
 
 def perplexity(progress: Callable[[str], None]) -> tuple[float, float]:

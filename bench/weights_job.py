@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 
 from rolecall import Context, Job, Role, Settings, remote
@@ -105,7 +104,7 @@ class Lead:
         places = [(name, reader) for name in names for reader in self.names[name]]
         before = [call(reader, Reader.so_far, name).result() for name, reader in places]
         calls = [call(reader, Reader.pull, name) for name, reader in places]
-        began, computed, routed = time.monotonic(), time.process_time(), _of_router()
+        began, computed = time.monotonic(), time.process_time()
         for name in names:
             self.context.publish(name, state, dtype=dtype)
         returned = time.monotonic()
@@ -117,17 +116,7 @@ class Lead:
             "copy_seconds": returned - began,
             "received_bytes": statistics.mean(after.received - earlier.received for earlier, after in pairs),
             "processor_seconds": workers,
-            "router_seconds": _of_router() - routed,
         }
-
-
-def _of_router() -> float:
-    """Seconds that the emulation of the links has computed."""
-    seconds = 0.0
-    for process in psutil.process_iter(["cmdline", "cpu_times"]):
-        if "bench.link.router" in " ".join(process.info["cmdline"] or []):
-            seconds += sum(process.info["cpu_times"][:2])
-    return seconds
 
 
 def _randomized(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

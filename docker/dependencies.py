@@ -1,7 +1,7 @@
 """The image's Python packages: `download` them to a folder on the host, `install` them while the image is built.
 
-Both take what pyproject.toml asks for in the versions of constraints.txt. Torch and torchvision come in two builds: for
-TORCH=cpu the pinned versions, for TORCH=cuda the newest that are allowed, with the CUDA libraries that torch asks for.
+Both take what pyproject.toml asks for, with all jobs, in the versions of constraints.txt. Torch comes in two builds:
+for TORCH=cpu the pinned version, for TORCH=cuda the newest that is allowed, with the CUDA libraries that it asks for.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def requirements(torch: str, directory: Path) -> list[str]:
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     constraints = Path("constraints.txt").read_text().splitlines(keepends=True)
     if torch == "cuda":
-        constraints = [line for line in constraints if not line.startswith(("torch==", "torchvision=="))]
+        constraints = [line for line in constraints if not line.startswith("torch==")]
     (directory / "constraints.txt").write_text("".join(constraints))
-    return ["--constraint", str(directory / "constraints.txt"), *project["dependencies"]]
+    wanted = project["dependencies"] + project["optional-dependencies"]["jobs"]
+    return ["--constraint", str(directory / "constraints.txt"), *wanted]
 
 
 def target(machine: str) -> list[str]:
@@ -84,7 +85,7 @@ def target(machine: str) -> list[str]:
 
 
 def check(torch: str, python: str) -> int:
-    """Refuses torch of the other build. Beside torchvision of the other build, `ps` reads MNIST itself."""
+    """Refuses torch of the other build."""
     code = "import torch; print('cuda' if torch.version.cuda else 'cpu', torch.__version__)"
     build, version = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     if build != torch:

@@ -193,7 +193,6 @@ class Generator:
 
 
 # endregion
-# region learner
 def learner(context: Context[Grpo]) -> dict[str, float]:  # rank 0
     settings, policy = context.settings, build(context.settings).to(context.device)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95))
@@ -227,7 +226,6 @@ def learner(context: Context[Grpo]) -> dict[str, float]:  # rank 0
     return {name: state[name] for name in counts}
 
 
-# endregion
 def take(context: Context[Grpo], batches: Queue[Batch], version: int, counts: dict[str, Any]) -> list[Batch]:
     """A batch for each generator, of those that are not too old for weights of `version`."""
     taken = list[Batch]()

@@ -7,7 +7,8 @@ and asks the agent for each action. What to learn from it:
 - calls go both ways at the same time: the agent waits for episodes while it answers the observers' questions;
 - a call runs in a thread of the rank that is called, so what several ranks call needs a lock.
 
-`python reinforce.py` runs three ranks on this machine. With CHECKPOINT_DIR set, an interrupted training continues.
+It needs gymnasium. `python reinforce.py` runs three ranks on this machine. With CHECKPOINT_DIR set, an interrupted
+training continues.
 """
 
 import os

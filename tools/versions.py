@@ -32,7 +32,7 @@ TEST_SECONDS = 3600.0
 INSTALLED = """
 from importlib.metadata import version
 import platform
-print("torch", version("torch"), "torchvision", version("torchvision"), "Python", platform.python_version(), flush=True)
+print("torch", version("torch"), "Python", platform.python_version(), flush=True)
 """
 TESTS = (
     "tests/test_tiny.py",
@@ -67,13 +67,13 @@ class Pair:
         return FOLDER / f"torch-{self.torch}-python-{self.python}"
 
     def pip_arguments(self, index: str) -> list[str]:
-        """What pip installs, perhaps from `index`: torch, and the torchvision that fits it."""
+        """What pip installs, perhaps from `index`."""
         if self.torch == NIGHTLY:
             if not index:
                 problem = "needs TORCH_INDEX=ADDRESS, a package index with torch's nightly builds"
                 raise CannotRunError(f"TORCH={NIGHTLY}: {problem}")
-            return ["--pre", "--upgrade", "torch", "torchvision", "--index-url", index]
-        return [f"torch=={self.torch}", "torchvision", *(["--extra-index-url", index] if index else [])]
+            return ["--pre", "--upgrade", "torch", "--index-url", index]
+        return [f"torch=={self.torch}", *(["--extra-index-url", index] if index else [])]
 
 
 # The oldest with the oldest, the newest with the newest, and each version in between once. There is a Python more than
@@ -145,7 +145,8 @@ def prepare(pair: Pair, index: str, pip_args: list[str]) -> Path:
     run([interpreter(pair.python), "-m", "venv", pair.folder])
     pip: list[str | Path] = [python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", *pip_args]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = [one for one in project["dependencies"] + project["optional-dependencies"]["dev"] if not of_torch(one)]
+    extras = project["optional-dependencies"]
+    required = [one for one in project["dependencies"] + extras["jobs"] + extras["dev"] if not of_torch(one)]
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = pair.folder / "constraints.txt"
     pinned.write_text("\n".join(line for line in constraints if not of_torch(line)))
@@ -158,7 +159,7 @@ def prepare(pair: Pair, index: str, pip_args: list[str]) -> Path:
 
 
 def of_torch(requirement: str) -> bool:
-    return requirement.startswith(("torch=", "torch>", "torchvision"))
+    return requirement.startswith(("torch=", "torch>"))
 
 
 def run(command: list[str | Path]) -> None:

@@ -249,6 +249,7 @@ def _run(target: str, words: Sequence[str]) -> int:
         from rolecall.launch import local
 
         job = describe.ask(target, words, zygote.call)
+        registry.require_extra(job.target)
         with sources.passed_on(registry.sources_of(job.settings["script"]) if target == registry.SCRIPT else {}):
             return local.run(job, zygote)
 

@@ -1,13 +1,14 @@
-"""This machine: usable cores and memory, other users, versions, and the process's title."""
+"""This machine: usable cores and memory, other users, packages and versions, and the process's title."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import os
 import platform
 import pwd
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import psutil
 import setproctitle
 
+from rolecall.errors import UsageError
 from rolecall.gang.protocol import name_of
 
 FIRST_USER, NOBODY = 1000, 65534  # lower user ids, and the second, belong to services
@@ -72,6 +74,13 @@ def other_people() -> list[str]:
             if user >= FIRST_USER and Path(entry.pw_shell).name not in NO_LOGIN:
                 names.add(entry.pw_name)
     return sorted(names)
+
+
+def require_packages(what: str, names: Sequence[str], extra: str) -> None:
+    """Raises UsageError if a package of Rolecall's `extra` that `what` needs is not installed. `names` are those of
+    imports; nothing is imported."""
+    if missing := " and ".join(name for name in names if not importlib.util.find_spec(name)):
+        raise UsageError(f"{what}: needs {missing}, which is not installed; pip install 'rolecall[{extra}]'")
 
 
 class Versions(NamedTuple):

@@ -1,9 +1,9 @@
 """Sample Factory's APPO. Its learner is a process of its own, which saves its policy four times a second; each is
 evaluated after the training, oldest first.
 
-Settings: those that its examples give: for CartPole-v1 (sf_examples/train_gym_env.py), which serve Acrobot-v1 too, for
-Box actions (sf_examples/mujoco) and for Atari's games with EnvPool (sf_examples/envpool), on as many workers as cores.
-The training ends early once the mean return of its last 100 episodes reaches the threshold.
+Settings: those that its examples give: for CartPole-v1 (sf_examples/train_gym_env.py), which serve Acrobot-v1 too, and
+for Box actions (sf_examples/mujoco), on as many workers as cores. The training ends early once the mean return of its
+last 100 episodes reaches the threshold.
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ from sample_factory.envs.env_utils import register_env
 from sample_factory.model.actor_critic import create_actor_critic
 from sample_factory.model.model_utils import get_rnn_size
 from sample_factory.train import make_runner
-from sf_examples.envpool.atari.envpool_atari_params import add_atari_env_args, atari_override_defaults
-from sf_examples.envpool.atari.envpool_atari_utils import make_atari_env
 from sf_examples.mujoco.mujoco_params import mujoco_override_defaults
 
 from bench.peers import report
 
-ENVPOOL = "envpool:"
 BEGUN = "BENCH_BEGUN"  # the file that says when the first step was made
 SAVE_EVERY = 0.25  # seconds
 CORES = len(os.sched_getaffinity(0))
@@ -62,16 +59,7 @@ class Stamped(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def make(name: str, cfg: Any = None, env_config: Any = None, render_mode: str | None = None) -> Any:
-    if not name.startswith(ENVPOOL):
-        return Stamped(gymnasium.make(name, render_mode=render_mode))
-    game = name.removeprefix(ENVPOOL).partition("-")[0].lower()
-    env = Stamped(make_atari_env(f"atari_{game}", cfg, env_config, render_mode))
-    pool: Any = env
-    while hasattr(pool, "env"):
-        pool = pool.env
-    pool.closed = True  # gymnasium has nothing of its own to close: EnvPool expects a newer one
-    env.num_agents = cfg.env_agents
-    return env
+    return Stamped(gymnasium.make(name, render_mode=render_mode))
 
 
 class Until(AlgoObserver):  # type: ignore[misc]
@@ -95,11 +83,7 @@ def configure(options: report.Options, folder: str) -> Any:
         "--keep_checkpoints=100000", "--summaries_use_frameskip=False",
     ]  # fmt: skip
     parser, _ = parse_sf_args(arguments)
-    if options.environment.startswith(ENVPOOL):
-        add_atari_env_args(options.environment, parser)
-        atari_override_defaults(options.environment, parser)
-        parser.set_defaults(env_agents=32)
-    elif isinstance(gymnasium.make(options.environment).action_space, Box):
+    if isinstance(gymnasium.make(options.environment).action_space, Box):
         mujoco_override_defaults(options.environment, parser)
     else:
         parser.set_defaults(**CARTPOLE)

@@ -24,11 +24,12 @@ from typing import Any
 
 import psutil
 
-REPOSITORY = Path(__file__).parents[2]
+from bench.launch import REPOSITORY
+
 MARK = "BENCH_MARK"
 LEAVE = 30.0  # seconds that a program has to leave after its last line
 # whose interpreter a peer has
-GROUPS = {"sb3": "sb3", "cleanrl": "sb3", "appo": "sample-factory", "rllib": "rllib", "torchrec": "torchrec",
+GROUPS = {"sb3": "sb3", "appo": "sample-factory", "rllib": "rllib", "torchrec": "torchrec",
           "grpc": "grpc", "monarch": "monarch", "ray": "ray"}  # fmt: skip
 
 _marks: set[str] = set()

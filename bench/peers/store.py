@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.display import Display
+from bench.display import save
 from bench.peers.process import Run
 
 
@@ -40,7 +40,7 @@ class Store:
         with self._lock:
             self.runs[key] = run
             self.failures.pop(key, None)
-            self.write()
+            save(self.to_json())
 
     def fail(self, key: str, problem: BaseException) -> str:
         """Returns the line that is kept."""
@@ -48,22 +48,9 @@ class Store:
         line = lines[0][:300] if len(lines) == 1 else f"{lines[0][:40]}: {lines[-1].strip()[-250:]}"
         with self._lock:
             self.failures[key] = line
-            self.write()
+            save(self.to_json())
         return line
 
     def to_json(self) -> dict[str, Any]:
         runs = {key: run.to_json() for key, run in self.runs.items()}
         return {"benchmark": self.kind, "runs": runs, "failures": self.failures}
-
-    def write(self) -> None:
-        if target := os.environ.get("BENCH_JSON"):
-            temporary = Path(f"{target}.tmp")
-            temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-            temporary.replace(target)
-
-
-class Kept(Display):
-    """A display whose results are a store's: what it would write to BENCH_JSON, the store does."""
-
-    def _write(self, **more: str) -> None:
-        pass

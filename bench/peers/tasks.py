@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.peers import zoo
 from bench.peers.zoo import Algorithm
 
 OURS = ("observer", "agent")  # Rolecall's ways of inference
-POOLED = "envpool:Pong-v5"
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,6 @@ class Task:
         return self.algorithm != "ppo"
 
     @property
-    def pixels(self) -> bool:
-        return self.environment == zoo.PONG
-
-    @property
     def variables(self) -> dict[str, Any]:
         """Rolecall's settings."""
         return {"ENV_ID": self.environment, "ALGORITHM": self.algorithm, **self.settings}
@@ -40,21 +34,21 @@ class Task:
 
 TASKS = {
     "CartPole-v1": Task(
-        "CartPole-v1", {"observer": 1_000_000, "agent": 1_000_000, "sb3": 100_000, "cleanrl": 500_000,
+        "CartPole-v1", {"observer": 1_000_000, "agent": 1_000_000, "sb3": 100_000,
                         "appo": 10_000_000, "rllib": 1_000_000}, 475.0,
     ),
     "Acrobot-v1": Task(
-        "Acrobot-v1", {"observer": 1_000_000, "agent": 1_000_000, "sb3": 1_000_000, "cleanrl": 500_000,
+        "Acrobot-v1", {"observer": 1_000_000, "agent": 1_000_000, "sb3": 1_000_000,
                        "appo": 10_000_000, "rllib": 1_000_000}, -100.0,
     ),
     "Pendulum-v1": Task(
         "bench.peers.environments:SolvablePendulum-v1",
-        {"observer": 1_000_000, "agent": 1_000_000, "sb3": 100_000, "cleanrl": 1_000_000, "appo": 1_000_000,
+        {"observer": 1_000_000, "agent": 1_000_000, "sb3": 100_000, "appo": 1_000_000,
          "rllib": 1_000_000}, -200.0,
-        dict.fromkeys(("sb3", "cleanrl", "appo", "rllib"), "Pendulum-v1"),
+        dict.fromkeys(("sb3", "appo", "rllib"), "Pendulum-v1"),
     ),
     "HalfCheetah-v5": Task(
-        "HalfCheetah-v5", {"observer": 60_000, "agent": 60_000, "sb3": 1_000_000, "cleanrl": 1_000_000}
+        "HalfCheetah-v5", {"observer": 60_000, "agent": 60_000, "sb3": 1_000_000}
     ),
     # with RL Zoo's networks and batches, so that an update is the same work
     "HalfCheetah-v5-sac": Task(
@@ -64,9 +58,5 @@ TASKS = {
     "CartPole-v1-dqn": Task(
         "CartPole-v1", dict.fromkeys((*OURS, "sb3"), 50_000), algorithm="dqn",
         settings={"LEARNING_STARTS": 1_000, "UPDATES_PER_STEP": 0.5, "BATCH_SIZE": 64, "HIDDEN_SIZE": 256},
-    ),
-    "Pong": Task(
-        zoo.PONG, {"observer": 20_000, "agent": 20_000, "sb3": 500_000, "cleanrl": 500_000, "appo": 500_000},
-        names={"cleanrl": POOLED, "appo": POOLED},
     ),
 }  # fmt: skip

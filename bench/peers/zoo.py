@@ -20,7 +20,6 @@ EMPTY_ROOM = "bench.peers.environments:FlatEmptyRandom6x6-v0"
 DOOR_KEY = "bench.peers.environments:FlatDoorKey5x5-v0"
 KEY_CORRIDOR = "bench.peers.environments:FlatKeyCorridorS3R1-v0"
 BLACKJACK = "bench.peers.environments:FlatBlackjack-v1"
-PONG = "ale_py:PongNoFrameskip-v4"
 BOXING = "ale_py:BoxingNoFrameskip-v4"
 BREAKOUT = "ale_py:BreakoutNoFrameskip-v4"
 
@@ -90,7 +89,6 @@ PPO = {
          "clip_range": 0.1, "n_epochs": 20, "gae_lambda": 0.95, "max_grad_norm": 1, "vf_coef": 0.871923},
         normalize=True,
     ),
-    PONG: ATARI,
     BOXING: ATARI,
     BREAKOUT: ATARI,
     "Taxi-v4": DEFAULTS,

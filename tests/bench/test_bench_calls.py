@@ -44,10 +44,10 @@ def test_a_row_is_behind_if_a_peer_is_ahead_in_it_and_sockets_are_no_peer() -> N
 
 
 def test_without_namespaces_what_needs_them_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused() -> Any:
+    def refused(names: list[str]) -> Any:
         raise NetworkError("not root")
 
-    monkeypatch.setattr(bench_calls.calls_ranks, "network", refused)
+    monkeypatch.setattr(bench_calls.apart, "network", refused)
     monkeypatch.setattr(bench_calls.process, "missing", lambda group: f"{group} is not installed")
     found = Bench(tuple(name for name in CANDIDATES if name not in ("ours", "torch")), 1, True, Console()).run()
     assert not found.values

@@ -6,7 +6,7 @@ import pytest
 
 from bench import beside_hybrid
 from bench.bench_hybrid import Measured
-from bench.rolecall_hybrid import Speed
+from bench.launch import Speed
 
 
 def test_hybrid_is_compared_with_the_better_of_each_round() -> None:

@@ -40,8 +40,8 @@ def test_a_load_that_no_death_of_that_member_explains_is_a_reload_because_of_ano
 
 
 def test_processes_append_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "events"
-    monkeypatch.setenv(llm_events.VARIABLE, str(path))
+    path = tmp_path / llm_events.FILE
+    monkeypatch.setenv(llm_events.FOLDER, str(tmp_path))
     events = Events(path)
     events.read()  # there is no file yet
     llm_events.made("generator", 1)

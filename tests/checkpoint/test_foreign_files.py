@@ -346,7 +346,7 @@ OF_A_PROCESS = ["job", "role", "ordinal", "rank", "generation", "pid", "host", "
 PROCESS = JSON | st.fixed_dictionaries(dict.fromkeys(OF_A_PROCESS, JSON | st.integers(0, 5) | st.just("ps")))
 ATTRIBUTES = st.dictionaries(st.sampled_from(["began_ns", "to", "step", "x"]), JSON, max_size=3)
 TEXT, TIME = st.text(max_size=4), st.integers()
-SPAN = st.tuples(st.just("span"), TEXT, TEXT, TEXT, st.sampled_from(records.KINDS), TIME, TIME, TIME, ATTRIBUTES)
+SPAN = st.tuples(st.just("span"), TEXT, TEXT, TEXT, st.sampled_from(records.KINDS), TIME, TIME, TIME, ATTRIBUTES, TEXT)
 
 
 @SOME
@@ -362,13 +362,15 @@ def test_a_runs_directory_is_shown_or_refused(
         for file, content in written.items():
             (folder / file).write_text(json.dumps(content))
         read = history.read(folder)
-        perfetto.moments(read)
+        perfetto.write_file(Calls(records.Trace([])), folder / "trace.json", read)
         assert targets.ranks_of(folder) == []
         assert targets.final_state(folder).isprintable()
 
 
 @SOME
-@given(st.lists(st.tuples(st.sampled_from(["process", "span"]), PROCESS), max_size=4), st.lists(SPAN, max_size=6))
+@given(
+    st.lists(st.tuples(st.sampled_from(["process", "span", "clock"]), PROCESS), max_size=4), st.lists(SPAN, max_size=6)
+)
 def test_a_trace_is_read_or_left_out(first: list[Any], spans: list[Any]) -> None:
     process = ["process", dict(zip(OF_A_PROCESS, ("ps", "ps", 0, 0, 1, 5, "a", 5, 9), strict=True))]
     with tempfile.TemporaryDirectory() as name:

@@ -19,9 +19,13 @@ from packaging.requirements import Requirement
 
 import rolecall
 from rolecall import manifests
+from rolecall.declare import registry
+from rolecall.errors import USAGE
 from tests import commands
 from tests.contracts.manifests import K8S, render
+from tests.contracts.test_architecture import the_source
 from tests.once import made_once
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = Path(sysconfig.get_path("purelib"))
@@ -40,9 +44,18 @@ sys.addaudithook(note)
 """
 
 
+# what the core lacks; a job whose extra is missing says how to install it
+OF_JOBS = ("gymnasium", "sklearn", "scipy", "torchvision", "joblib")
+REFUSED = {
+    name: f"JOB={name}: needs {packages[0]}, which is not installed; pip install 'rolecall[{name}]'"
+    for name, packages in registry.JOBS.items()
+    if packages
+}
+
+
 @dataclass(frozen=True)
 class Installed:
-    """A virtual environment in `folder`, with the package and its dependencies."""
+    """A virtual environment in `folder`, with the package and what its core depends on."""
 
     folder: Path
 
@@ -60,14 +73,29 @@ class Installed:
         file = self.folder / "opened"
         return file.read_text().splitlines() if file.exists() else []
 
-    def run(self, directory: Path, *command: str) -> str:
+    def run(self, directory: Path, *command: str, **variables: str) -> str:
         """The output of a command of the environment, which ends well."""
-        environment = {"PATH": f"{self.folder / 'bin'}:{os.defpath}", "HOME": str(directory), "LANG": "C.UTF-8"}
-        done = subprocess.run(
-            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = self.end(directory, *command, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def end(self, directory: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """How a command of the environment ends."""
+        environment = {"PATH": f"{self.folder / 'bin'}:{os.defpath}", "HOME": str(directory), "LANG": "C.UTF-8"}
+        return subprocess.run(
+            command,
+            cwd=directory,
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    @property
+    def jobs(self) -> dict[str, str]:
+        """The variable with which a process has the extra `jobs` too."""
+        return {"PYTHONPATH": str(self.folder / "jobs")}
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +109,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     done(*pip, "install", "--no-deps", "--no-index", "--no-compile", *map(str, dist.glob("*.whl")))
     texts = {"root": str(ROOT), "packages": str(PACKAGES), "opened": str(installed.folder / "opened")}
     (installed.packages / "repository_guard.py").write_text(GUARD.format(**texts))
-    dependencies = installed.folder / "dependencies"
-    dependencies.mkdir()
-    for name in named(installed.packages):
-        for top in {file.parts[0] for file in importlib.metadata.distribution(name).files or ()} - {
-            "..",
-            "__pycache__",
-        }:
-            if not (dependencies / top).exists():
-                (dependencies / top).symlink_to(PACKAGES / top)
-    (installed.packages / "dependencies.pth").write_text(f"{dependencies}\nimport repository_guard\n")
+    link(installed.folder / "dependencies", named(installed.packages))
+    link(installed.folder / "jobs", named(installed.packages, "jobs"))
+    (installed.packages / "dependencies.pth").write_text(
+        f"{installed.folder / 'dependencies'}\nimport repository_guard\n"
+    )
     return installed
+
+
+def link(folder: Path, names: Iterable[str]) -> None:
+    """Fills `folder` with links to the modules of the distributions `names`."""
+    folder.mkdir()
+    for name in names:
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(str(distribution.locate_file(top)))
 
 
 def build(folder: Path, source: Path) -> None:
@@ -108,10 +141,11 @@ def done(*command: str) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def named(packages: Path) -> Iterator[str]:
-    """The distributions that the metadata of the package in `packages` names, and what they need, each once."""
+def named(packages: Path, *extras: str) -> Iterator[str]:
+    """The distributions that the metadata of the package in `packages` names, with `extras`, and what they need, each
+    once."""
     (own,) = importlib.metadata.distributions(path=[str(packages)])
-    pending, seen = needs(own, ()), set[str]()
+    pending, seen = needs(own, extras), set[str]()
     while pending:
         requirement = pending.pop()
         if (key := f"{requirement.name} {sorted(requirement.extras)}") in seen:
@@ -129,6 +163,41 @@ def needs(distribution: importlib.metadata.Distribution, extras: Iterable[str]) 
     return [one for one in each if not one.marker or any(one.marker.evaluate({"extra": e}) for e in ("", *extras))]
 
 
+def test_extras_are_what_the_jobs_import_beside_the_core() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: named_by(texts) for name, texts in project["optional-dependencies"].items()}
+    assert extras["jobs"] == set[str]().union(*(extras[name] for name in REFUSED))
+    providers = {package: named_by(names) for package, names in importlib.metadata.packages_distributions().items()}
+    for name, packages in registry.JOBS.items():
+        assert extras.get(name, set()) == {each for package in packages for each in providers[package]}, name
+    core = named_by(project["dependencies"]) | {"pydantic", "annotated-types"}  # of pydantic-settings
+    optional = set[str]().union(*extras.values()) - extras["jobs"]
+    for one in the_source().imports:
+        package, job = one.module.partition(".")[0], one.importer.removeprefix("rolecall.jobs.").partition(".")[0]
+        if package not in {"rolecall", "annotationlib", *sys.stdlib_module_names}:  # of Python 3.14
+            assert providers[package] & (core | (extras[job] if job in REFUSED else optional)), one
+
+
+def named_by(requirements: Iterable[str]) -> set[str]:
+    """The names of distributions, as indexes normalise them."""
+    return {re.sub(r"[-_.]+", "-", Requirement(text).name).lower() for text in requirements}
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"), [*((f"run-{name}", name) for name in REFUSED), ("lint", "jobs,dev,docs")]
+)
+def test_make_installs_what_a_target_needs_once(tmp_path: Path, target: str, extras: str) -> None:
+    def installs() -> list[str]:
+        ended = commands.run(("make", "--dry-run", target, f"VENV={tmp_path}"), cwd=ROOT, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        return re.findall(r"--editable '(.*)'", ended.stdout)
+
+    assert installs() == [f".[{extras}]"]
+    (tmp_path / f".ready-{target.removeprefix('run-')}").touch()
+    (tmp_path / ".ready").touch()
+    assert installs() == []
+
+
 def test_the_package_the_command_and_the_module_are_installed(installed: Installed, tmp_path: Path) -> None:
     where = "import rolecall; print(rolecall.__file__, rolecall.__version__)"
     assert installed.run(tmp_path, "python", "-c", where).split() == [
@@ -136,8 +205,7 @@ def test_the_package_the_command_and_the_module_are_installed(installed: Install
         rolecall.__version__,
     ]
     assert installed.run(tmp_path, "rolecall", "--version") == f"rolecall {rolecall.__version__}\n"
-    jobs = installed.run(tmp_path, "python", "-m", "rolecall", "jobs")
-    assert all(name in jobs for name in ("rl", "ps", "rnn", "hybrid"))
+    assert installed.run(tmp_path, "python", "-m", "rolecall", "jobs")
 
 
 def test_every_file_of_the_package_is_installed_and_nothing_else(installed: Installed) -> None:
@@ -162,9 +230,51 @@ def test_the_readmes_program_runs_without_the_repository(installed: Installed, t
     assert installed.opened == []
 
 
+def test_the_core_describes_every_job_without_their_libraries(installed: Installed, tmp_path: Path) -> None:
+    listed = [["jobs"], ["completion", "bash"], ["metrics"]]
+    listed += [[command, job] for job in REFUSED for command in ("config", "metrics", "describe")]
+    code = f"""
+import importlib.util
+from rolecall.__main__ import main
+assert not [name for name in {OF_JOBS} if importlib.util.find_spec(name)]
+for words in {listed}:
+    assert main(words) == 0, words
+"""
+    out = installed.run(tmp_path, "python", "-c", code)
+    assert all(name in out for name in registry.JOBS)
+
+
+@pytest.mark.parametrize("job", REFUSED)
+def test_a_job_whose_extra_is_missing_says_the_command_and_starts_nothing(
+    installed: Installed, tmp_path: Path, job: str
+) -> None:
+    ended = installed.end(tmp_path, "rolecall", "run", job)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (USAGE, "", f"rolecall: {REFUSED[job]}\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [("eval",), ("export", "--format", "torch")], ids=lambda words: words[0])
+def test_a_checkpoint_of_a_job_whose_extra_is_missing(
+    installed: Installed, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    ended = installed.end(tmp_path, "rolecall", *words, "rl", "--checkpoint", "checkpoint-1.pt")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (USAGE, "", f"rolecall: {REFUSED['rl']}\n")
+
+
+def test_a_rank_whose_extra_is_missing(installed: Installed, tmp_path: Path) -> None:
+    port, metrics = map(str, free_ports(2))
+    rank = {"JOB": "rl", "ROLE": "agent", "TLS": "off", "PORT": port, "METRICS_PORT": metrics}
+    ended = installed.end(tmp_path, "rolecall", "rank", **rank)
+    assert ended.returncode == USAGE
+    assert ended.stderr.splitlines()[-1] == f"rolecall: {REFUSED['rl']}"
+    doctor = installed.end(tmp_path, "rolecall", "doctor", **rank)
+    assert doctor.returncode == USAGE
+    assert f"problem      packages              {REFUSED['rl']} -> " in doctor.stdout
+
+
 def test_a_built_in_job_runs_without_the_repository(installed: Installed, tmp_path: Path) -> None:
     flags = ("--observers", "1", "--max-iterations", "2", "--num-envs", "2", "--rollout-steps", "8")
-    installed.run(tmp_path, "rolecall", "run", "rl", "--plain", *flags)
+    installed.run(tmp_path, "rolecall", "run", "rl", "--plain", *flags, **installed.jobs)
     assert list(tmp_path.glob("runs/rl-*/summary.json"))
     assert installed.opened == []
 

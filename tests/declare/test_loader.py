@@ -201,7 +201,7 @@ def test_an_error_of_a_module_is_a_line(tmp_path: Path, target: str) -> None:
         ("class.py", "'class' is no name for a module; rename the file"),
         ("queue.py", "a module 'queue' exists already; rename the file"),
         ("rolecall.py", "a module 'rolecall' exists already; rename the file"),
-        ("torchvision.py", "a module 'torchvision' exists already; rename the file"),  # whether it is imported or not
+        ("joblib.py", "a module 'joblib' exists already; rename the file"),  # whether it is imported or not
     ],
 )
 def test_a_file_that_cannot_be_a_module_of_its_name_is_refused(name: str, says: str) -> None:

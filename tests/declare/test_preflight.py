@@ -11,18 +11,12 @@ import pytest
 from rolecall.declare import preflight, registry
 from rolecall.errors import UsageError
 
-HEAD = """import collections
-import math
-import random
-from functools import partial
+HEAD = """from functools import partial
 from types import SimpleNamespace
 
-import torch
+from rolecall import Context, Job, Role, Settings, remote
 
-from rolecall import Context, Job, Role, Settings, UsageError, remote
-
-STEP, SEED = 1, object()
-square = triple = lambda x: 3 * x
+SEED = 1
 
 
 class Tally:
@@ -36,27 +30,13 @@ class Tally:
     def double(n): return 2 * n
 
 
-class Kept(Tally):
-    def state_dict(self): return {}
-    def load_state_dict(self, state): pass
-
-
-class Wrapped:
-    def __getattr__(self, name): return lambda *_: {}
-
-
-class Assigned:
-    def __init__(self): self.state_dict = self.load_state_dict = dict
-
-
-class Chosen:
-    def __new__(cls): return Kept()
+class Kept(Tally): pass
 
 
 def work(x): return x
 
 
-TALLY, ROWS = Tally(), []
+TALLY = Tally()
 HOLDER = SimpleNamespace(add=work)
 
 def set_seed():
@@ -65,11 +45,8 @@ def set_seed():
 
 
 def lead(context, other=None):
-    local = Tally()
-    unsure = Tally()
-    if other: unsure = Kept()
-    kept, pair = Tally(), 1
-    pair, kept = Kept(), 2
+    unsure = Tally.add
+    if other: unsure = Kept.many
     def inside(): return 0
     @partial
     def replaced(): return 0
@@ -123,18 +100,6 @@ def look(line: str = "pass", helped: str = "pass", method: str = "Tally.many") -
         ("context.call_all(Tally.add, 1, 2)", "Tally.add(self, n, *, twice=False): too many positional arguments"),
         ("context.call(other, Tally.add, 1, no=2)", "Tally.add(self, n, *, twice=False): got an unexpected keyword"),
         ("other.options(lost='skip').call_all(Tally.add)", "Tally.add(self, n, *, twice=False): missing a required"),
-        (
-            "for _ in context.steps(3): context.log(done=1)",
-            "steps() would begin at step 1 again after each restart: wr",
-        ),
-        ('context.restore({"tally": Tally()})', "tally is a given.Tally, which a checkpoint cannot hold: give it"),
-        ('context.restore({"tally": local})', "tally is a given.Tally, which a checkpoint cannot hold"),
-        ('context.restore(state={"hits": random})', "hits is a builtins.module, which a checkpoint cannot hold"),
-        ('context.restore({"last": collections.deque()})', "last is a collections.deque, which a checkpoint cannot"),
-        ('context.restore({"rule": lambda: 0})', "rule is a builtins.function, which a checkpoint cannot hold"),
-        ('context.restore({"rule": inside})', "rule is a builtins.function, which a checkpoint cannot hold"),
-        ('context.restore({"rule": set_seed})', "rule is a builtins.function, which a checkpoint cannot hold"),
-        ('context.restore({"kind": Kept})', "kind is a builtins.type, which a checkpoint cannot hold"),
     ],
 )
 def test_what_no_worker_could_do_is_a_line_of_the_file(line: str, problem: str) -> None:
@@ -148,11 +113,6 @@ def test_annotations_may_name_what_is_not_imported(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(f"{__name__}.HEAD", HEAD.replace("def add(self, n,", "def add(self, n: Missing,"))
     with pytest.raises(UsageError, match=r"Tally\.add\(.*: missing a required argument: 'n'"):
         look("context.call_all(Tally.add)")
-
-
-def test_steps_of_a_function_that_is_called_with_a_context_are_left_to_the_worker() -> None:
-    """Whoever calls it may have restored the state."""
-    look(helped="list(peers.steps(3))")
 
 
 def test_a_function_that_takes_a_context_is_looked_at_too() -> None:
@@ -169,9 +129,6 @@ def test_methods_are_looked_at_too() -> None:
     "line",
     [
         "context.call_all(Tally.add, 1, twice=True)",
-        "context.restore(other); list(context.steps(3))",
-        "list(context.steps(3, context.snapshot().state))",
-        "helper(context); list(context.steps(3))",
         "context.call(other, Tally.add, *other)",
         "context.call_all(Tally.add, **other)",
         "context.call_all(Tally.many, 1, 2, 3)",
@@ -182,12 +139,6 @@ def test_methods_are_looked_at_too() -> None:
         'context.peers("workers")',
         "other.call_all(lambda: 1)",
         "other.call(TALLY.add, Kept.add)",
-        'context.restore({"hits": 0, "points": STEP, **dict(a=1)})',
-        'context.restore({"a": Kept(), "b": Wrapped(), "c": Assigned(), "d": Chosen(), "e": unsure, "f": kept})',
-        'context.restore({"model": torch.nn.Linear(2, 3), "rows": torch.zeros(3), "size": torch.Size((1, 2))})',
-        'context.restore({"counts": collections.Counter(), "order": collections.OrderedDict(), "all": set()})',
-        'context.restore({"seed": SEED, "other": other, "unknown": nowhere})',
-        "context.restore(other)",
     ],
 )
 def test_what_may_work_is_left_to_the_worker(line: str) -> None:

@@ -5,20 +5,20 @@ writes the output instead of checking it: read the difference before you commit 
 
     gang agent=1 observer=2/1/4 lease=6   a new gang: roles (count/minimum/maximum if elastic) and rules
     gang agent=1 observer=2/1/4,stays,required,restarts:3,backoff:10       a role with more than its numbers
-    join observer 0 node=a as=twin        a rank registers; `observer` without an ordinal, or `?` without a role
+    join observer_0 node=a as=twin        a rank registers; `observer` without an ordinal, or `?` without a role
     start                                 all ranks join and obey, and rank 0's worker makes step 1; prints nothing
-    obey observer 0 | settle              one, or all until nothing changes, carry out their directives
-    beat agent 0 step=7 phase=saving      a heartbeat with changes
-    beat agent 0 lost_peers=(observer:1)  of peers: `replaced_peers`, and `observer:1/3` if its join has the number 3
-    end observer 0 killed error=...       its worker ends; `...` is the rest of the line
-    gone observer 0 | crash observer 0    it sends nothing until its next `beat` | its process is reported to have ended
-    wait 6s observer 0                    time passes, and all but the named ranks send heartbeats
+    obey observer_0 | settle              one, or all until nothing changes, carry out their directives
+    beat agent_0 step=7 phase=saving      a heartbeat with changes
+    beat agent_0 lost_peers=(observer:1)  of peers: `replaced_peers`, and `observer:1/3` if its join has the number 3
+    end observer_0 killed error=...       its worker ends; `...` is the rest of the line
+    gone observer_0 | crash observer_0    it sends nothing until its next `beat` | its process is reported to have ended
+    wait 6s observer_0                    time passes, and all but the named ranks send heartbeats
     sleep 100s | tick                     the coordinator is suspended | time stands still
     next                                  waits for the next generation, or the job's end
     disk refuses | hangs | takes          what the disk does from now on
     resumed 40                            rank 0's worker starts from the checkpoint of that step
     missing | settled | epochs            questions
-    repeat 3: end agent 0 killed; next    so many times; prints the output of the last time
+    repeat 3: end agent_0 killed; next    so many times; prints the output of the last time
 
 Each command prints transitions and events, what is put on disk, and directives that changed.
 """
@@ -76,6 +76,12 @@ def role_of(name: str, text: str) -> RoleSpec:
     return RoleSpec(name, count, minimum, maximum, elastic=bool(bounds), **others)
 
 
+def place_of(name: str) -> tuple[str, Any]:
+    """The role and the ordinal, if there is one."""
+    match = re.fullmatch(r"(.+)_(\d+)", name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
 class World:
     """A gang and its members, driven by a script."""
 
@@ -88,12 +94,12 @@ class World:
             "gang": self.gang,
             "join": self.join,
             "start": self.start,
-            "obey": lambda *names: self.member(*names).obeys(),
+            "obey": lambda name: self.named[name].obeys(),
             "settle": lambda: self.play.settle(),
             "beat": self.beat,
             "end": self.end,
-            "gone": lambda *names: self.play.leaves(self.member(*names)),
-            "crash": lambda role, ordinal: self.play.gang.crashed((role, int(ordinal)), self.play.now),
+            "gone": lambda name: self.play.leaves(self.named[name]),
+            "crash": lambda name: self.play.gang.crashed(place_of(name), self.play.now),
             "wait": self.wait,
             "sleep": lambda seconds: self.play.sleep(float(seconds.rstrip("s"))),
             "tick": lambda: None,
@@ -133,9 +139,9 @@ class World:
         self.named, self.directives, self.printed = {}, {}, 0
         self.state, self.events, self.effects = "", 0, 0
 
-    def join(self, role: str, *words: str) -> None:
-        ordinal = int(words[0]) if words and words[0].isdigit() else None
-        changes = options([*words[ordinal is not None :]])
+    def join(self, name: str, *words: str) -> None:
+        role, ordinal = place_of(name)
+        changes = options([*words])
         label = str(changes.pop("as", ""))
         incarnation = str(changes.pop("incarnation", "" if role != "?" else f"rank-{self.play.joined}"))
         member = self.play.join("" if role == "?" else role, ordinal, incarnation, **changes)
@@ -144,28 +150,23 @@ class World:
     def start(self) -> None:
         for role in self.play.gang.roles.values():
             for ordinal in range(role.count):
-                self.join(role.name, str(ordinal))
+                self.join(name_of((role.name, ordinal)))
         self.play.settle()
         self.play.members[0].sends(step=1)
         self.changes()
 
-    def member(self, *names: str) -> FakeMember:
-        return self.named[" ".join(names)]
-
-    def beat(self, *words: str) -> None:
-        changes = [word for word in words if "=" in word]
-        member = self.member(*words[: len(words) - len(changes)])
-        member.sends(**options(changes))
+    def beat(self, name: str, *changes: str) -> None:
+        member = self.named[name]
+        member.sends(**options([*changes]))
         if member not in self.play.members:
             self.play.members.append(member)
 
-    def end(self, role: str, ordinal: str, outcome: str, *words: str) -> None:
+    def end(self, name: str, outcome: str, *words: str) -> None:
         error = " ".join(words).removeprefix("error=").replace("\\;", ";")
-        self.member(role, ordinal).ends(outcome, error=error)
+        self.named[name].ends(outcome, error=error)
 
     def wait(self, seconds: str, *names: str) -> None:
-        silent = [self.named[name] for name in re.findall(r"\S+ \d+", " ".join(names))]
-        self.play.wait(float(seconds.rstrip("s")), *silent)
+        self.play.wait(float(seconds.rstrip("s")), *(self.named[name] for name in names))
 
     def next_generation(self) -> None:
         number = self.play.gang.number

@@ -70,7 +70,7 @@ def test_games_with_other_arguments_are_made_one_by_one() -> None:
 
 def test_what_games_need_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"^ENV_ID=ALE/Nothing-v5: needs the package ale-py: pip install ale-py"):
+    with pytest.raises(UsageError, match=r"^ENV_ID=ALE/Nothing-v5: needs ale_py, .*; pip install 'rolecall\[atari\]'$"):
         envs.make(setup("ALE/Nothing-v5"), 1)
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import sys
 import threading
-from collections.abc import Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,19 +20,12 @@ from rolecall.jobs.ps import PsSettings, data, mnist
 
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 SIZES = {"train": 12, "t10k": 5}
-
-
-class Source:
-    """In place of torchvision's MNIST: what is downloaded, and from where."""
-
-    resources: Sequence[tuple[str, str]] = ((f"{NAMES[0]}.gz", ""),)
-    mirrors: Sequence[str] = ("http://127.0.0.1:9/",)
+NOWHERE = "http://127.0.0.1:9/"
 
 
 @pytest.fixture(autouse=True)
-def source(monkeypatch: pytest.MonkeyPatch) -> type[Source]:
-    monkeypatch.setitem(sys.modules, "torchvision.datasets", SimpleNamespace(MNIST=Source))  # type: ignore[arg-type]
-    return Source
+def no_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mnist, "MIRRORS", [NOWHERE])
 
 
 def idx(array: np.ndarray[Any, Any]) -> bytes:
@@ -130,19 +120,19 @@ def test_absent_files_that_cannot_be_downloaded_are_refused(tmp_path: Path) -> N
 
 
 def test_absent_files_are_downloaded_and_their_checksums_compared(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: type[Source]
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = mnist.load(directory)
-    packed = [pack(directory / "MNIST" / "raw" / name) for name in NAMES]
-    packed[0].parent.rename(tmp_path / "mirror")
-    sums = [(path.name, hashlib.md5((tmp_path / "mirror" / path.name).read_bytes()).hexdigest()) for path in packed]
+    stored, raw = mnist.load(directory), directory / "MNIST" / "raw"
+    assert tuple(mnist.FILES) == NAMES
+    sums = {name: hashlib.md5(pack(raw / name).read_bytes()).hexdigest() for name in NAMES}
+    raw.rename(tmp_path / "mirror")
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "mirror"))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(source, "mirrors", [*source.mirrors, f"http://127.0.0.1:{server.server_port}/"])
-        monkeypatch.setattr(source, "resources", [*sums[1:], (sums[0][0], "another")])
+        monkeypatch.setattr(mnist, "MIRRORS", [NOWHERE, f"http://127.0.0.1:{server.server_port}/"])
+        monkeypatch.setattr(mnist, "FILES", {**sums, NAMES[-1]: "another"})
         assert "checksum" in refusal(tmp_path / "new")
-        monkeypatch.setattr(source, "resources", sums)
+        monkeypatch.setattr(mnist, "FILES", sums)
         downloaded = mnist.load(tmp_path / "new")
         server.shutdown()
     for splits in (downloaded, mnist.load(tmp_path / "new")):

@@ -14,6 +14,7 @@ from rolecall.config import Settings
 from rolecall.declare import describe, flags, registry
 from rolecall.errors import USAGE, UsageError
 from rolecall.fields import variables
+from rolecall.gang.protocol import name_of
 from rolecall.jobs.rl import RlSettings
 from rolecall.launch.local import LocalRun
 from rolecall.launch.rank_process import RankProcess
@@ -78,7 +79,7 @@ def test_a_flag_wins_over_its_variable_and_reaches_every_rank(ranks: Started, mo
         settings = config.load(RlSettings)
         assert (settings.num_envs, settings.observers, settings.lr, settings.gamma) == (7, 3, 1e-3, 0.5)
         assert (settings.env_id, settings.resume, settings.job) == ("a:b-v0,c", False, "rl")
-        assert f"{settings.role} {settings.ordinal}" == rank.name
+        assert name_of((settings.role, settings.ordinal)) == rank.name
 
 
 def test_what_run_decides_and_secrets_have_no_flag(ranks: Started, capsys: pytest.CaptureFixture[str]) -> None:

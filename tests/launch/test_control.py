@@ -58,7 +58,7 @@ class Run:
         return "starting observer_2"
 
     async def kill(self, role: str, ordinal: int, part: str) -> str:
-        return f"killed {role} {ordinal} {part!r}"
+        return f"killed {role}_{ordinal} {part!r}"
 
     def command(self, name: str, *words: str) -> int:
         async def serve() -> int:

@@ -117,8 +117,8 @@ def test_a_full_disk_does_not_stop_a_rank(monkeypatch: pytest.MonkeyPatch) -> No
     code, lines = run(monkeypatch, Path("/dev/full"), f"print('x' * {LONG}); print('trains on')")
     assert code == 0
     (complaint,) = [line for line in lines if "No space left" in line]
-    assert complaint.startswith("rank 0: its log /dev/full cannot be written any more")
-    assert lines[-1] == "rank 0: trains on"
+    assert complaint.startswith("rank_0: its log /dev/full cannot be written any more")
+    assert lines[-1] == "rank_0: trains on"
 
 
 def test_the_end_of_a_rank_is_seen_while_others_hold_its_output(
@@ -127,7 +127,7 @@ def test_the_end_of_a_rank_is_seen_while_others_hold_its_output(
     monkeypatch.setattr(here, "LAST_OUTPUT_SECONDS", 0.1)
     program = "import time\npid = os.fork()\nif pid == 0: time.sleep(60)\nprint(pid, flush=True)\nos._exit(0)"
     code, lines = run(monkeypatch, tmp_path / "log", program)
-    os.kill(int(lines[0].removeprefix("rank 0: ")), signal.SIGKILL)
+    os.kill(int(lines[0].removeprefix("rank_0: ")), signal.SIGKILL)
     assert code == 0
 
 
@@ -136,7 +136,7 @@ def test_a_crash_is_reported_before_the_next_start(monkeypatch: pytest.MonkeyPat
     program = f"import os; print('started', flush=True); os._exit(0 if os.path.exists({str(again)!r}) else 1)"
 
     async def crashed(role: str, ordinal: int) -> None:
-        happened.append(f"{role} {ordinal} reported")
+        happened.append(f"{role}_{ordinal} reported")
         again.touch()
 
     monkeypatch.setattr(here, "command", lambda: [sys.executable, "-S", "-c", program])

@@ -56,11 +56,13 @@ def test_a_waiting_heartbeat_brings_the_query_and_the_reply_arrives(tmp_path: Pa
             url = f"http://127.0.0.1:{lead.settings.port}{queries.PATH}"
             async with aiohttp.ClientSession() as session:
                 for _ in range(2):  # the second is one too many, and does no harm
-                    async with session.post(url, json={"number": query.number, "result": [1, 2]}) as response:
+                    async with session.post(url, json={"number": query.number, "result": {"clock_ns": 7}}) as response:
                         assert response.status == 200
                 async with session.post(url, data=b"no json") as response:
                     assert response.status == 400
-            assert await asked == {("agent", 0): [1, 2]}
+            (reply,) = (await asked).values()
+            assert reply["clock_ns"] == 7
+            assert 0 < reply["sent_ns"] < reply["received_ns"] < time.monotonic_ns()
             # answered, it is not sent again
             assert (await post(Beat(FIRST, 3, since=2))).queries == ()
 
@@ -222,8 +224,9 @@ def test_asking_from_outside(
                 assert await ask.ask(target, "trace", {"seconds": 3}, to=["trainer_1"]) == {
                     "trainer_1": ["trace", {"seconds": 3.0}]
                 }
-                with pytest.raises(UsageError, match="no query"):
-                    await ask.ask(target, "unheard")
+                for what, arguments in (("unheard", {}), ("trace", {"seconds": 1e9}), ("trace", {"seconds": 0})):
+                    with pytest.raises(UsageError, match="no query"):
+                        await ask.ask(target, what, arguments)
                 assert set(await ask.ask(target, "stacks")) == {"ps_0", "trainer_1"}
         finally:
             await runner.cleanup()

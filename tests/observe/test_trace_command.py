@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import pytest
 
 from rolecall.errors import UsageError
 from rolecall.observe.trace import command as trace
+from rolecall.observe.trace.copies import Chunk
 from rolecall.record import records
-from tests.observe.traces import MS, Worker, call, write
+from tests.observe.traces import MS, UNIX, Worker, call, write
 
 CHUNK = 700  # bytes of a reply
 
 
 def workers() -> list[Worker]:
-    server, trainer = Worker("ps", offset=10**12), Worker("trainer", 1, rank=1, host="two")
+    server, trainer = Worker("ps", offset=10**12), Worker("trainer", 1, rank=1)
     for number in range(10):
         at = number * 10 * MS
         server.span("step", at, at + 10 * MS, step=number + 1)
@@ -77,56 +79,54 @@ def test_seconds_are_a_number_in_bounds(seconds: str, capsys: pytest.CaptureFixt
 
 
 class Job:
-    """Answers queries for the ranks whose files are in `folder`, of which `before` lines precede the request."""
+    """Answers queries for the ranks of `workers`, of whose files `before` lines precede the request."""
 
-    def __init__(self, folder: Path, before: int = 0) -> None:
-        self.contents: dict[str, bytes] = {}
-        self.offsets: dict[str, int] = {}
+    def __init__(self, *ranks: Worker, before: int = 0) -> None:
+        self.ranks = {one.name: one for one in ranks}
+        self.before = before
         self.asked: list[tuple[str, Any]] = []
         self.failing: dict[str, str] = {}
-        for one in records.read(folder).recordings:
-            content = one.path.read_bytes()
-            lines = content.splitlines(keepends=True)
-            self.contents[one.process.name] = content
-            self.offsets[one.process.name] = sum(map(len, lines[:before]))
 
     async def ask(
         self, target: str, what: str, arguments: dict[str, Any], to: Collection[str] | None, timeout: float
     ) -> dict[str, Any]:
         self.asked.append((what, arguments))
-        return {name: self.reply(name, what, arguments) for name in to or self.contents}
+        return {name: self.reply(name, what, arguments) for name in to or self.ranks}
 
     def reply(self, name: str, what: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if name in self.failing:
             return {"error": self.failing[name]}
+        worker, file = self.ranks[name], records.file_name(1)
+        lines = worker.file.decode().splitlines(keepends=True)[:-1]  # without rank 0's reading of its clock
         if what == "trace":
-            return {"file": "trace-000000001-0000.jsonl", "offset": self.offsets[name]}
-        content, offset = self.contents[name], arguments["offset"]
-        data = content[offset : offset + CHUNK]
-        data = data[: data.rfind(b"\n") + 1]
-        following, process = offset + len(data), json.loads(content.splitlines()[0])[1]
-        place = {"file": arguments["file"], "offset": offset, "next": following, "more": following < len(content)}
-        return {**place, "data": data.decode(), "ended": False, "process": process}
+            return {file: len("".join(lines[: self.before]))} if self.before else {}
+        offset = arguments["have"].get(file, 0)
+        data = "".join(lines)[offset : offset + CHUNK]
+        chunk = Chunk(file, offset, data[: data.rfind("\n") + 1], process=lines[0], clock_ns=worker.offset)
+        return asdict(replace(chunk, sent_ns=-MS, received_ns=MS, wall_ns=UNIX))
 
 
 @pytest.fixture
-def job(run_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Job:
-    job = Job(run_folder / "trace")
+def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Job:
+    job = Job(*workers())
     monkeypatch.setattr(trace, "ask", job.ask)
     monkeypatch.setattr(trace, "FLUSH_SECONDS", 0.0)
-    monkeypatch.setattr(trace, "COLLECTION_PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(trace, "PERIOD_SECONDS", 0.01)
     monkeypatch.chdir(tmp_path)
     return job
 
 
-def test_a_running_job_is_recorded(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("before", [0, 3])  # lines of an earlier recording
+def test_a_running_job_is_recorded(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: int) -> None:
+    job.before = before
     assert trace.run(["8000", "--seconds", "0.05", "--summary"]) == 0
     assert job.asked[0] == ("trace", {"seconds": 0.05})
     assert {what for what, _ in job.asked[1:]} == {"spans"}
     output = capsys.readouterr()
     assert "recording for 0.05 s: ps_0, trainer_1" in output.err
-    assert "40 spans of 2 ranks" in output.out
-    assert "ps: 10 steps" in output.out
+    assert f"{40 - 2 * max(0, before - 1)} spans of 2 ranks" in output.out
+    assert f"ps: {10 - bool(before)} steps" in output.out
+    assert "ps_0: within" in output.out  # its clock is a second ahead
     assert (tmp_path / "trace.json").exists()
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as proto
 
-from rolecall.messages.queries import ReadSpans
 from rolecall.observe.trace import otlp
 from rolecall.observe.trace.otlp import Exporter
-from rolecall.rank.collecting import Collector
-from tests.observe.traces import MS, UNIX, Worker, call, line
+from tests.observe.traces import MS, UNIX, Worker, call
 
 DEADLINE = 20.0  # seconds
 CLIENT, SERVER, INTERNAL = 3, 2, 1  # as the protocol numbers kinds
@@ -89,8 +85,8 @@ def training() -> tuple[Worker, Worker]:
 def send(exporter: Exporter | None, *workers: Worker) -> None:
     assert exporter is not None
     for worker in workers:
-        lines = b"".join(map(line, worker.spans)).decode()
-        exporter.export_lines(vars(worker.process), lines + '["span", "torn')
+        first, rest = worker.file.decode().split("\n", 1)
+        exporter.export_lines(first, rest + '["span", "torn')
     exporter.close()
 
 
@@ -157,7 +153,7 @@ def test_a_collector_that_refuses_is_logged_once(
     receiver: Receiver, exporter: Exporter, logged: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     receiver.status = 400
-    exporter.export_lines({"job": 1}, "")  # a damaged reply
+    exporter.export_lines('["process",{"job":1}]', "")  # a damaged reply
     send(exporter, *training())
     assert [line["event"] for line in logged] == ["spans are not exported"]
     assert capsys.readouterr() == ("", "")  # the library's own lines
@@ -174,52 +170,3 @@ def test_a_collector_that_hangs_delays_the_end_by_no_more_than_the_limit(
     assert time.monotonic() - began < 5
     over.set()
     assert "too slow" in logged[-1]["problem"]
-
-
-# ---- rank 0's collector
-
-
-class Sink:
-    """In place of an exporter: notes what it is given."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[int, str]] = []
-        self.closed = False
-        self.exported = asyncio.Event()
-
-    def export_lines(self, process: dict[str, Any], lines: str) -> None:
-        self.lines.append((process["generation"], lines))
-        self.exported.set()
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_rank_0_exports_what_it_collects_once(tmp_path: Path) -> None:
-    process = {"generation": 1}
-    file = {"file": "trace-000000001-0000.jsonl", "process": process}
-    replies = [
-        {**file, "offset": 0, "data": "one\n", "next": 4, "more": True, "ended": False},
-        {**file, "offset": 4, "data": "two\n", "next": 8, "more": False, "ended": True},
-        *[{**file, "offset": 8, "data": "", "next": 8, "more": False, "ended": True}] * 5,
-    ]
-
-    async def ask(question: ReadSpans, *, to: Any, timeout: float) -> dict[Any, Any]:
-        return {("ps", 0): replies.pop(0)}
-
-    async def disk(function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
-
-    sink = Sink()
-    folder, exporter = tmp_path / "trace", cast(Exporter, sink)
-    collector = Collector(folder, lambda: [("ps", 0)], ask, disk, lambda: True, lambda: exporter)
-
-    async def run() -> None:
-        running = asyncio.create_task(collector.run())
-        await sink.exported.wait()
-        await collector.finish()
-        await running
-
-    asyncio.run(run())
-    assert sink.lines == [(1, "one\n"), (1, "two\n")]
-    assert sink.closed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from rolecall.errors import UsageError
 from rolecall.observe.trace import perfetto
 from rolecall.observe.trace.calls import Calls
-from rolecall.observe.trace.perfetto import Moment
 from rolecall.record import records
 from rolecall.record.history import History
 from tests.observe.traces import MS, UNIX, Worker, call, write
@@ -35,15 +33,15 @@ def training() -> list[Worker]:
         call(trainers[1], server, "exchange", at + MS, at + 8 * MS, at + 9 * MS, at + 10 * MS, served_by=10)
     trainers[1].span("lost", 30 * MS, 60 * MS, "client", to="ps_9", error="gone")
     server.span("garbage collection", 50 * MS, 51 * MS, thread=9)
-    server.span("dropped", 70 * MS, 70 * MS, "event", spans=7)
+    server.span("dropped", 70 * MS, 70 * MS, spans=7)
     return [server, *trainers]
 
 
-def file_of(folder: Path, workers: list[Worker], moments: list[Moment] | None = None) -> dict[str, Any]:
-    output = io.StringIO()
-    spans = perfetto.write(Calls(write(folder, *workers)), moments or [], output)
+def file_of(folder: Path, workers: list[Worker], run: History | None = None) -> dict[str, Any]:
+    spans = perfetto.write_file(Calls(write(folder, *workers)), folder / "out.json", run)
     assert spans == sum(len(worker.spans) for worker in workers)
-    content: dict[str, Any] = json.loads(output.getvalue())
+    content: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    check(content["traceEvents"])
     return content
 
 
@@ -79,10 +77,8 @@ def check(events: list[Event]) -> None:
 
 
 def test_the_file_keeps_the_rules_of_the_format(tmp_path: Path) -> None:
-    moments = [Moment("generation 1", UNIX / 1e9 + 0.01, 3.0), Moment("killed", UNIX / 1e9 + 0.05)]
-    content = file_of(tmp_path, training(), moments)
+    content = file_of(tmp_path, training())
     assert set(content) == {"traceEvents", "displayTimeUnit", "metadata"}
-    check(content["traceEvents"])
     assert content["metadata"]["job"] == "ps"
     assert content["metadata"]["start-unix-ns"] == pytest.approx(UNIX, abs=1000)
 
@@ -122,8 +118,7 @@ def test_generations_and_kills_are_on_the_same_time_line(tmp_path: Path) -> None
     first, second = Worker("ps"), Worker("ps", generation=2, pid=4001)
     first.span("step", 1000 * MS, 3900 * MS)
     second.span("step", 5000 * MS, 7000 * MS)
-    events = file_of(tmp_path, [first, second], perfetto.moments(run))["traceEvents"]
-    check(events)
+    events = file_of(tmp_path, [first, second], run)["traceEvents"]
     generations = [one for one in events if one["name"].startswith("generation") and one["ph"] == "X"]
     assert [(one["name"], round(one["dur"] / 1e6, 1)) for one in generations] == [("generation 1", 3.0)]
     instants = {one["name"]: one for one in events if one["ph"] == "i"}

@@ -7,43 +7,44 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rolecall.record import records, span_file
+from rolecall.record import records
 from rolecall.record.records import Kind, Process, SpanRecord, Trace
 
 MS = 1_000_000  # ns
-UNIX = 1_800_000_000 * 1000 * MS  # ns: the true time 0
+UNIX = 1_800_000_000 * 1000 * MS  # ns: the true time 0, by rank 0's wall clock
 _ids = itertools.count(1)
 
 
 @dataclass
 class Worker:
-    """A rank whose clock shows `offset` ns at the true time 0, and runs faster by the share `drift`. `wall` is how far
-    its wall clock is off, in ns."""
+    """A rank whose clock shows `offset` ns at the true time 0. Rank 0 knows its clock within `error` ns; None: it has
+    never asked. `wall` is how far its wall clock is off, in ns."""
 
     role: str
     ordinal: int = 0
     rank: int = 0
-    host: str = ""
     generation: int = 1
     offset: int = 0
-    drift: float = 0.0
+    error: int | None = 0
     wall: int = 0
     pid: int = 4000
     spans: list[SpanRecord] = field(default_factory=list)
 
     @property
     def process(self) -> Process:
-        host = self.host or f"{self.role}-{self.ordinal}"
-        clocks = {"monotonic_ns": self.clock(0), "unix_ns": UNIX + self.wall}
+        clocks = {"monotonic_ns": self.offset, "unix_ns": UNIX + self.wall}
+        host = f"{self.role}-{self.ordinal}"
         return Process("ps", self.role, self.ordinal, self.rank, self.generation, self.pid, host, **clocks)
 
     @property
     def name(self) -> str:
         return self.process.name
 
-    def clock(self, time: float) -> int:
-        """What its clock shows at the true `time`, in ns."""
-        return self.offset + round(time * (1 + self.drift))
+    @property
+    def file(self) -> bytes:
+        """What rank 0's copy of its file holds."""
+        clock = () if self.error is None else (records.line("clock", self.offset, UNIX, self.error),)
+        return b"".join([*map(line, [self.process, *self.spans]), *clock])
 
     def span(
         self,
@@ -56,8 +57,8 @@ class Worker:
         **attributes: Any,
     ) -> SpanRecord:
         """A span between two true times, in ns."""
-        id = f"{next(_ids):016x}"
-        span = SpanRecord(id, parent, name, kind, self.clock(start), self.clock(end), thread or self.pid, attributes)
+        id, times = f"{next(_ids):016x}", [self.offset + round(time) for time in (start, end)]
+        span = SpanRecord(id, parent, name, kind, *times, thread or self.pid, attributes, id)
         self.spans.append(span)
         return span
 
@@ -77,7 +78,7 @@ def call(
 ) -> SpanRecord:
     """Both sides of a call, at true times in ns: `returned_ns` and `began_ns` are the server's."""
     client = caller.span(method, sent, back, "client", thread=thread, to=called.name, sent=8, received=8)
-    attributes = {name: called.clock(time) for name, time in times.items()}
+    attributes = {name: called.offset + round(time) for name, time in times.items()}
     called.span(
         method, came, left, "server", client.id, thread=served_by, **{"from": caller.name, **attributes}
     )  # "from" is a word of Python
@@ -87,14 +88,13 @@ def call(
 def line(record: Process | SpanRecord) -> bytes:
     """The line that a recorder writes."""
     if isinstance(record, Process):
-        return span_file.line("process", asdict(record)).encode()
-    return span_file.line("span", *astuple(record)).encode()
+        return records.line("process", asdict(record))
+    return records.line("span", *astuple(record))
 
 
 def write(folder: Path, *workers: Worker) -> Trace:
     """Writes the files of these workers; returns the trace."""
     folder.mkdir(exist_ok=True)
     for worker in workers:
-        path = folder / f"{worker.role}-{worker.ordinal}-{worker.generation}.jsonl"
-        path.write_bytes(b"".join(map(line, [worker.process, *worker.spans])))
+        (folder / f"{worker.name}-{worker.generation}.jsonl").write_bytes(worker.file)
     return records.read(folder)

@@ -13,8 +13,7 @@ import pytest
 
 from rolecall.record import recorder as module
 from rolecall.record.recorder import NOTHING, Recorder, under
-from rolecall.record.records import Process, SpanRecord, parse
-from rolecall.record.span_file import file_name
+from rolecall.record.records import Process, SpanRecord, file_name, parse
 
 ABOUT = {"job": "rl", "role": "ps", "ordinal": 1, "rank": 2, "generation": 3}
 
@@ -45,9 +44,8 @@ def test_a_file_begins_with_its_process_and_holds_the_spans_that_ended(here: Rec
     open_one = here.begin("open")
     with here.span("outer", step=3) as outer, here.span("inner") as inner:
         inner.note(loss=0.5, shape=(2, 3), nan=float("nan"))
-    here.event("moment", why="test")
     here.flush()
-    process, (first, second, event) = read(path)
+    process, (first, second) = read(path)
     assert {name: getattr(process, name) for name in ABOUT} == ABOUT
     assert process.pid == os.getpid()
     assert before[0] <= process.monotonic_ns <= first.start_ns
@@ -61,11 +59,10 @@ def test_a_file_begins_with_its_process_and_holds_the_spans_that_ended(here: Rec
     assert first.attributes == {"loss": 0.5, "shape": "(2, 3)", "nan": "nan"}
     assert (second.id, second.parent, second.attributes) == (outer.id, "", {"step": 3})
     assert second.start_ns <= first.start_ns <= first.end_ns <= second.end_ns
-    assert (event.kind, event.start_ns, event.attributes) == ("event", event.end_ns, {"why": "test"})
-    assert len({span.id for span in (first, second, event)}) == 3
-    assert all(len(span.id) == 16 and int(span.id, 16) for span in (first, second, event))
+    assert first.id != second.id
+    assert all(len(span.id) == 16 and int(span.id, 16) for span in (first, second))
     open_one.end()
-    here.stop()
+    here.flush()
     assert read(path)[1][-1].id == open_one.id
 
 
@@ -73,15 +70,13 @@ def test_nothing_is_recorded_while_it_is_off(here: Recorder, tmp_path: Path) -> 
     assert here.span("before") is NOTHING
     with here.span("before") as nothing:
         nothing.note(ignored=1)
-    here.event("before")
     here.since(time.monotonic_ns(), "before")
     here.start(tmp_path / "trace", ABOUT)
     here.since(0, "began before the recorder did")
     with here.span("during"):
         pass
-    here.stop()
+    here.close()
     assert here.span("after") is NOTHING
-    here.event("after")
     assert [span.name for span in read(tmp_path / "trace")[1]] == ["during"]
 
 
@@ -91,7 +86,7 @@ def test_an_error_is_noted_and_passes(here: Recorder, tmp_path: Path) -> None:
         raise ValueError("broken\nsecond line")
     with pytest.raises(KeyboardInterrupt), here.span("two"):
         raise KeyboardInterrupt
-    assert module.current() is None
+    assert here.begin("three").parent == ""
     here.flush()
     assert [span.attributes for span in read(tmp_path / "trace")[1]] == [{"error": "ValueError: broken"}, {}]
 
@@ -116,21 +111,24 @@ def test_threads_have_their_own_span_and_a_span_can_be_carried_to_another(here: 
     assert spans["alone"].thread == spans["carried"].thread != spans["outer"].thread
 
 
-def test_full_file_is_marked_and_continued_by_a_request(here: Recorder, tmp_path: Path) -> None:
+def test_full_file_is_marked_and_continued_by_a_request(
+    here: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1000)
     path = tmp_path / "trace"
-    here.start(path, ABOUT, max_bytes=1000)
+    here.start(path, ABOUT)
     for _ in range(20):
-        here.event("one")
+        here.begin("one").end()
     here.flush()
     assert not here.on
     *kept, last = read(path)[1]
     assert 0 < len(kept) < 20
-    assert (last.name, last.kind, last.attributes) == ("dropped", "event", {"why": "the file is full"})
+    assert (last.name, last.kind, last.attributes) == ("dropped", "internal", {"why": "the file is full"})
     size = path.stat().st_size
     here.flush()
     assert path.stat().st_size == size <= 1500
-    here.start(path, ABOUT, max_bytes=1000)
-    here.event("two")
+    here.start(path, ABOUT)
+    here.begin("two").end()
     here.flush()
     assert [span.name for span in read(path)[1]].count("two") == 1
     assert path.read_text().count('"process"') == 1
@@ -140,7 +138,7 @@ def test_dropped_spans_are_counted(here: Recorder, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module, "MAX_PENDING_SPANS", 5)
     here.start(tmp_path / "trace", ABOUT)
     for _ in range(8):
-        here.event("one")
+        here.begin("one").end()
     here.flush()
     *kept, last = read(tmp_path / "trace")[1]
     assert (len(kept), last.name, last.attributes["spans"]) == (5, "dropped", 3)
@@ -151,32 +149,35 @@ def test_request_ends_after_its_seconds(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "WRITE_PERIOD_SECONDS", 0.005)
     recorder = Recorder()
     recorder.start(tmp_path / "trace", ABOUT, seconds=0.02)
-    recorder.event("one")
+    recorder.begin("one").end()
     deadline = time.monotonic() + 30
     while recorder.on and time.monotonic() < deadline:
         time.sleep(0.005)  # the period of looking, not a race
     assert not recorder.on
     assert [span.name for span in read(tmp_path / "trace")[1]] == ["one"]  # written by its thread
     recorder.start(tmp_path / "other", ABOUT)
-    recorder.event("two")
+    recorder.begin("two").end()
     recorder.close()
     assert [span.name for span in read(tmp_path / "other")[1]] == ["two"]
     gc.callbacks.remove(recorder._collect)
 
 
-def test_a_disk_that_fails_ends_the_recording(here: Recorder, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        here.start(tmp_path / "missing" / "trace", ABOUT)
+def test_a_disk_that_fails_ends_the_recording(
+    here: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here.start(tmp_path / "missing" / "trace", ABOUT)
     assert not here.on
+    assert "no trace can be recorded" in capsys.readouterr().out
     here.start(tmp_path / "trace", ABOUT)
-    assert here._file is not None
-    os.close(here._file.descriptor)
-    here._file.descriptor = os.open("/dev/full", os.O_WRONLY)
-    here.event("one")
-    with pytest.raises(OSError, match="No space"):
-        here.flush()
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(here, "_descriptor", full)
+    here.begin("one").end()
+    here.flush()
     assert not here.on
+    assert "No space" in capsys.readouterr().out
+    here.begin("two").end()
     here.flush()  # and does not try again
+    assert capsys.readouterr().out == ""
 
 
 def test_a_forked_process_records_nothing(here: Recorder, tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_a_forked_process_records_nothing(here: Recorder, tmp_path: Path) -> Non
     with here.span("outer"):
         pid = os.fork()
         if pid == 0:
-            os._exit(here.on or here._file is not None)
+            os._exit(here.on or here._path is not None)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     here.flush()
     assert [span.name for span in read(tmp_path / "trace")[1]] == ["outer"]

@@ -20,7 +20,7 @@ def _means(*histograms: str) -> list[tuple[str, str]]:
 
 def _quantiles(histogram: str, *by: str) -> list[tuple[str, str]]:
     """The median and the 95th percentile of a histogram, by labels."""
-    legend = " ".join([JOB, *(f"{{{{{label}}}}}" for label in by)])
+    legend = " ".join([JOB, "_".join(f"{{{{{label}}}}}" for label in by)]).rstrip()
     return [(quantile(share, histogram, *by), f"{legend} p{100 * share:g}") for share in (0.5, 0.95)]
 
 

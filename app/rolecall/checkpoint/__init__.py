@@ -3,7 +3,6 @@
 capture.py         A consistent copy of tensors while they change: copy-on-write, read block by block
 checkpoint.py      Checkpoints: atomic, checksummed snapshots, ordered by (generation, step)
 logged.py          A share whose checkpoints hold what changed: a base, which has all rows
-owner.py           What a share, and a sharded value, need of the context that they are made with
 saving.py          Writes rank 0's checkpoints
 shard_messages.py  Messages between rank 0 and the ranks that hold shares of a value
 sharded.py         Rank 0's handle on a value that the members of a role hold: they capture

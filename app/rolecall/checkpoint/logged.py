@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rolecall.checkpoint import shardfiles
 from rolecall.checkpoint.capture import BLOCK_BYTES, Capture, CaptureError, Rows
-from rolecall.checkpoint.owner import Owner
 from rolecall.checkpoint.shard_messages import Earlier, Order
 from rolecall.checkpoint.shardfile import NUMBERS, Column, ShardError, ShardFile
 from rolecall.checkpoint.shards import Part, Share
@@ -57,7 +57,7 @@ class LoggedShare(Share):
 
     def __init__(
         self,
-        context: Owner,
+        context: Any,
         name: str,
         rows: Callable[[], Mapping[str, Rows]],
         fetch: Callable[[Tensor], Values],

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rolecall.checkpoint import shardfile, shardfiles
 from rolecall.checkpoint.capture import BLOCK_BYTES
-from rolecall.checkpoint.checkpoint import CheckpointError
-from rolecall.checkpoint.owner import Owner
+from rolecall.checkpoint.checkpoint import CheckpointError, Checkpoints
 from rolecall.checkpoint.shard_messages import Begin, Earlier, Order, Problem, Written
 from rolecall.checkpoint.shardfile import ShardError, ShardFile
 from rolecall.checkpoint.shardfiles import Shapes
@@ -43,9 +42,10 @@ class Sharded:
     A subclass may add a small state of its own by `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, context: Owner, name: str, role: str) -> None:
-        """Raises UsageError at another rank than rank 0."""
-        self.context, self.checkpoints, self.name, self.role = context, context.require_checkpoints(), name, role
+    def __init__(self, context: Any, name: str, role: str) -> None:
+        """`context` is this rank's `Context`. Raises UsageError at another rank than rank 0."""
+        self.context, self.name, self.role = context, name, role
+        self.checkpoints: Checkpoints = context.require_checkpoints()
         self._step: int | None = None  # of the newest order
         self._collected: tuple[int, Collected] | None = None  # the newest
         self._files: dict[str, dict[str, ShardFile]] = {}  # of checkpoints, by name: candidates for links
@@ -217,7 +217,7 @@ class Sharded:
 
     @property
     def _members(self) -> list[Peer]:
-        members = self.context.peers(self.role)
+        members: list[Peer] = self.context.peers(self.role)
         if not members:
             raise PeerLostError(f"no {self.role} is left")
         return members

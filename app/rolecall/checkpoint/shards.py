@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from rolecall.checkpoint import shardfile, shardfiles
 from rolecall.checkpoint.capture import Capture, CaptureError, Rows
-from rolecall.checkpoint.owner import Owner
 from rolecall.checkpoint.shard_messages import Begin, Earlier, Item, Order, Problem, Written
 from rolecall.checkpoint.shardfile import Column, ShardError, ShardFile
 from rolecall.checkpoint.shardfiles import Shapes
@@ -30,7 +30,8 @@ SHARE_SECONDS = 600.0  # that a call waits for its share
 
 
 class Share:
-    """This rank's share of the sharded value `name`, which rank 0 saves and restores as a `Sharded`.
+    """This rank's share of the sharded value `name`, which rank 0 saves and restores as a `Sharded`; `context` is its
+    `Context`.
 
     `rows()` are its tensors, by name. `prepare(shapes)` makes room for a checkpoint whose whole tensors have these
     shapes, and returns the tensors to fill; by default `rows()`. `at(step, begin)` calls `begin` once this rank has
@@ -41,7 +42,7 @@ class Share:
 
     def __init__(
         self,
-        context: Owner,
+        context: Any,
         name: str,
         rows: Callable[[], Mapping[str, Rows]],
         prepare: Callable[[Shapes], Mapping[str, Rows]] | None = None,

@@ -15,7 +15,6 @@ from rolecall.checkpoint.sharded import Sharded
 from rolecall.context.group import Group
 from rolecall.context.progress import Change, Progress, StepLogged, TrainingStarted
 from rolecall.declare.plain import is_stateful, require_plain
-from rolecall.declare.preflight import NOT_RESTORED
 from rolecall.errors import Drained, UsageError
 from rolecall.messages.codec import encode
 from rolecall.record import rundir
@@ -24,6 +23,10 @@ from rolecall.record.recorder import recorder
 LAST_CHECKPOINT_TRIES = 5
 LAST_CHECKPOINT_PAUSE_SECONDS = 5.0
 MAX_RESULT_BYTES = 32_000  # a summary travels in a heartbeat
+NOT_RESTORED = (
+    "steps() would begin at step 1 again after each restart: write `state = context.restore({...})` before the loop, "
+    "with what it changes, or `context.restore({})` if it changes nothing"
+)
 RESULT = "return a few numbers and strings by name"
 
 

@@ -90,7 +90,7 @@ class WireTransport:
     def _begin(self, to: str, request: Request, deadline: Deadline) -> Any:
         method, watchdog = request.method, self._watchdog
         counters = self._counters.get((method, to)) or self._first_call(method, to)
-        span = tracing.begin(to, method, 0)
+        span = tracing.begin(to, method)
         if header := tracing.header(span):
             request = request._replace(trace=header)
         try:
@@ -113,9 +113,7 @@ class WireTransport:
                 counters.failures.inc()
             if span:
                 span.attributes["received"] = received
-                if error:
-                    span.fail(error)
-                span.end()
+                span.end(error)
 
         return content, request, ended
 

@@ -10,16 +10,15 @@ from rolecall.errors import UsageError
 PLAIN = {type(None), bool, int, float, complex, str, bytes}  # beside tensors
 CONTAINERS = {list, tuple, set}
 MAPPINGS = {dict, OrderedDict, Counter}
-STATEFUL = ("state_dict", "load_state_dict")
 
 
 def is_stateful(value: Any) -> bool:
     """Whether `value` gives and takes its state, as torch.distributed.checkpoint's Stateful does."""
-    methods = (getattr(value, name, None) for name in STATEFUL)
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
     return not isinstance(value, type) and all(map(callable, methods))
 
 
-def is_refused(kind: type) -> bool:
+def _is_refused(kind: type) -> bool:
     """Whether no checkpoint, which loads data and no code, holds a value of this type, whatever is in it."""
     if kind in PLAIN or kind in CONTAINERS or kind in MAPPINGS:
         return False
@@ -29,19 +28,14 @@ def is_refused(kind: type) -> bool:
     return kind not in tensors and kind not in torch.serialization.get_safe_globals()  # and what the job adds
 
 
-def refusal(name: str, kind: type) -> str:
-    """What is wrong with a value of a type that is refused, and what to do."""
-    return (
-        f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: give it state_dict and "
-        "load_state_dict, or save numbers, strings, tensors, and lists and dicts of those"
-    )
-
-
 def require_plain(name: str, value: Any) -> None:
     """Raises UsageError if `value` holds anything that a checkpoint cannot hold."""
     kind = type(value)
-    if is_refused(kind):
-        raise UsageError(refusal(name, kind))
+    if _is_refused(kind):
+        advice = (
+            "give it state_dict and load_state_dict, or save numbers, strings, tensors, and lists and dicts of those"
+        )
+        raise UsageError(f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: {advice}")
     if kind in CONTAINERS:
         for each in value:
             require_plain(f"{name}[...]", each)

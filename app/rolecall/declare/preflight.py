@@ -1,6 +1,6 @@
-"""What the text of a user's file tells before anything starts: calls of what is no remote method, or with arguments
-that it does not take, and values that no checkpoint could hold. It says nothing if it cannot be certain; the worker
-says the rest.
+"""What the text of a user's file tells of calls, which may be made late in a run: calls of what is no remote method, or
+with arguments that it does not take. It says nothing if it cannot be certain. What a worker meets before its first
+step is left to it.
 """
 
 from __future__ import annotations
@@ -8,22 +8,17 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from abc import ABCMeta
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rolecall.declare import loader, plain, sources
+from rolecall.declare import loader, sources
 from rolecall.declare.remote import require_remote
 from rolecall.declare.spec import Job
 from rolecall.errors import UsageError
 
-NOT_RESTORED = (
-    "steps() would begin at step 1 again after each restart: write `state = context.restore({...})` before the loop, "
-    "with what it changes, or `context.restore({})` if it changes nothing"
-)
 # Context's methods that call a peer's, and which argument names that
 CALLS = {"call": 1, "call_each": 0, "call_all": 0, "call_any": 0}
 NO_METHOD = "is no method of a role's class: put it into the class, and @remote above it"
@@ -65,7 +60,7 @@ class _Body:
     """One function, and what it calls the Context that it takes, if it takes one."""
 
     def __init__(self, job: Job, function: Function, context: str, module: ModuleType, tree: ast.Module) -> None:
-        self.job, self.function, self.context, self.module = job, function, context, module
+        self.function, self.context, self.module = function, context, module
         self.bound = defaultdict[str, list[ast.AST | None]](list)  # a name in this function, to what may be in it
         inner = {
             node
@@ -91,7 +86,6 @@ class _Body:
 
     def check(self) -> None:
         """Raises UsageError."""
-        self._check_steps()
         for node in ast.walk(self.function):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
@@ -99,29 +93,10 @@ class _Body:
             at = CALLS.get(node.func.attr)
             if at is not None and len(node.args) > at:
                 self._check_call(node, node.args[at], at + 1, of_context)
-            if not of_context:
-                continue
-            if node.func.attr == "restore" and isinstance(state := _argument(node, 0, "state"), ast.Dict):
-                for key, value in zip(state.keys, state.values, strict=True):
-                    self._check_value(ast.unparse(key).strip("'\"") if key else "", value)
 
     def _refuse(self, at: ast.AST, problem: str) -> None:
         path = loader.shown(Path(str(self.module.__file__)))
         raise UsageError(f"{path}:{getattr(at, 'lineno', 0)}: {problem}")
-
-    def _check_steps(self) -> None:
-        """Rank 0's loop, if nothing but this function could have restored the state that it continues."""
-        run = self.job.roles[0].run
-        if not isinstance(run, FunctionType) or run.__module__ != self.module.__name__:
-            return
-        if (run.__name__, run.__code__.co_firstlineno) != (self.function.name, self.function.lineno):
-            return
-        nodes = list(ast.walk(self.function))
-        names = [node for node in nodes if isinstance(node, ast.Name) and node.id == self.context]
-        used = [node for node in nodes if isinstance(node, ast.Attribute) and node.value in names]
-        steps = [node for node in used if node.attr == "steps"]
-        if steps and len(used) == len(names) and not {"restore", "snapshot"} & {node.attr for node in used}:
-            self._refuse(steps[0], NOT_RESTORED)
 
     def _check_call(self, call: ast.Call, given: ast.expr, at: int, of_context: bool) -> None:
         """A call of a method that is named by the class of a role; `at` is where its arguments begin. What is called by
@@ -161,18 +136,6 @@ class _Body:
         except TypeError as error:
             raise UsageError(f"{method.__qualname__}{signature}: {error}") from None
 
-    def _check_value(self, name: str, given: ast.expr) -> None:
-        node = self._known(given)
-        if isinstance(node, ast.Lambda | Function):
-            self._refuse(given, plain.refusal(name, FunctionType))
-        if isinstance(node, ast.Call):
-            kind = self._value(node.func)
-            if isinstance(kind, type) and _is_plainly_refused(kind):
-                self._refuse(given, plain.refusal(name, kind))
-        value = self._value(node)
-        if value is not UNKNOWN and not plain.is_stateful(value) and plain.is_refused(type(value)):
-            self._refuse(given, plain.refusal(name, type(value)))
-
     def _known(self, node: ast.AST | None) -> ast.AST | None:
         """What `node` is; of a local name, what it was bound to, or None if that may be several things."""
         if isinstance(node, ast.Name) and node.id in self.bound:
@@ -199,22 +162,3 @@ def _stored(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
     return [node.name] if isinstance(node, ast.ExceptHandler | ast.MatchAs) and node.name else []
-
-
-def _argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:
-    if any(isinstance(each, ast.Starred) for each in call.args[: position + 1]):
-        return None
-    named = {each.arg: each.value for each in call.keywords}
-    return call.args[position] if len(call.args) > position else named.get(keyword)
-
-
-def _is_plainly_refused(kind: type) -> bool:
-    """Whether no instance of `kind` can be saved; False if an instance may have methods that the class lacks."""
-    if all(callable(getattr(kind, name, None)) for name in plain.STATEFUL) or not plain.is_refused(kind):
-        return False
-    if type(kind) not in (type, ABCMeta) or isinstance(kind.__new__, FunctionType):
-        return False
-    members = (item for base in kind.__mro__ for item in vars(base).items())
-    methods = {name: each for name, each in members if isinstance(each, FunctionType)}
-    stores = any("state_dict" in method.__code__.co_names for method in methods.values())
-    return not stores and not {"__getattr__", "__getattribute__"} & set(methods)

@@ -14,14 +14,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from rolecall import config
+from rolecall import config, machine
 from rolecall.config import Settings
 from rolecall.declare import loader, sources
 from rolecall.declare.spec import MOST, Function, Job, Role
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import RoleSpec
 
-JOBS = ("rl", "ps", "rnn", "hybrid", "script")
+# the built-in jobs, and the packages of each one's extra, as they are imported
+JOBS = {"rl": ["gymnasium"], "ps": ["sklearn"], "rnn": ["joblib"], "hybrid": ["joblib"], "script": list[str]()}
 SCRIPT = "script"  # the job that runs a program without one
 
 
@@ -62,6 +63,11 @@ def module_of(target: str) -> ModuleType:
     if target in JOBS:
         return importlib.import_module(f"rolecall.jobs.{target}")
     return loader.load(loader.split(target)[0])
+
+
+def require_extra(target: str) -> None:
+    """Raises UsageError if `target` is a built-in job whose extra is not installed."""
+    machine.require_packages(f"JOB={target}", JOBS.get(target, ()), target)
 
 
 def sources_of(target: str) -> sources.Sources:
@@ -115,10 +121,13 @@ def load(target: str = "", **overrides: Any) -> tuple[Job, Settings]:
 
 
 def resolve(function: Function) -> Callable[..., Any]:
-    """`function` itself, or the one that a `module:function` names."""
+    """`function` itself, or the one that a `module:function` names. Raises UsageError if it is of a built-in job whose
+    extra is not installed."""
     if callable(function):
         return function
     module, _, name = function.partition(":")
+    if module.startswith("rolecall.jobs."):
+        require_extra(module.split(".")[2])
     return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
 
 

@@ -9,8 +9,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,10 +44,11 @@ def _run(words: Sequence[str]) -> int:
     if job.export is None:
         raise UsageError(f"{name} has nothing to export: give its Job export=function")
     form.require()
+    export = registry.resolve(job.export)
     output = _output(arguments.output, name, form)
     with _unfinished(output, arguments.output or output) as folder:
         one = saved.load(job, name, arguments, "export it with that version")
-        exported, path = _exported(one), folder / output.name
+        exported, path = _exported(one, export), folder / output.name
         with (
             UsageError.wrap(
                 f"--format {form.name}: the model of {name} cannot be exported",
@@ -125,12 +127,11 @@ def _unfinished(output: Path, given: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _exported(one: Saved) -> Exported:
+def _exported(one: Saved, export: Callable[..., Any]) -> Exported:
     """The result of the job's `export` for the checkpoint. Raises UsageError if it cannot be exported."""
-    assert one.job.export is not None
     name = one.name
     with one.errors():
-        exported = registry.resolve(one.job.export)(one.settings, one.snapshot.state)
+        exported = export(one.settings, one.snapshot.state)
     if not isinstance(exported, Exported):
         raise UsageError(f"{name}: export returns a {type(exported).__name__}, not a rolecall.Exported")
     if problem := exported.problem():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rolecall import machine
 from rolecall.errors import UsageError
 from rolecall.export.agreement import Run, answers
 from rolecall.export.exported import Exported
@@ -40,12 +41,7 @@ class Format:
 
     def require(self) -> None:
         """Raises UsageError if a package is missing."""
-        missing = [package for package in self.packages if not importlib.util.find_spec(package)]
-        if missing:
-            raise UsageError(
-                f"--format {self.name}: needs {' and '.join(missing)}, which is not installed; "
-                "pip install 'rolecall[export]'"
-            )
+        machine.require_packages(f"--format {self.name}", self.packages, "export")
 
     def write(self, exported: Exported, path: Path, facts: Mapping[str, str]) -> None:
         """Writes the model to `path`, with `facts` in the file. May raise any error of the format's library."""

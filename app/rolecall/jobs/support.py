@@ -1,5 +1,5 @@
 """What the jobs of Rolecall share, and no job of a user's needs: progress, a disk cache, devices, seeds, free memory,
-the standard library.
+packages, the standard library.
 
 The only module of the jobs that imports more of Rolecall than its public API.
 """
@@ -21,7 +21,7 @@ from rolecall.context.context import choose_device, seed_generators
 from rolecall.context.memory import keep_freed_memory
 from rolecall.context.progress_bar import progress, track
 from rolecall.declare.loader import explain
-from rolecall.machine import free_memory
+from rolecall.machine import free_memory, require_packages
 
 __all__ = [
     "cached",
@@ -30,6 +30,7 @@ __all__ = [
     "free_memory",
     "keep_freed_memory",
     "progress",
+    "require_packages",
     "seed_generators",
     "standard_library",
     "track",

@@ -16,6 +16,7 @@ from rolecall.config import Settings
 from rolecall.declare import flags, loader, registry, sources
 from rolecall.declare.describe import Description
 from rolecall.errors import UsageError
+from rolecall.gang.protocol import name_of
 from rolecall.launch import here, ssh
 from rolecall.launch.host import Host
 from rolecall.messages.hosts import Files
@@ -139,7 +140,7 @@ class Hosts:
     def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
         """See `Machines`: rank 0's ports; each host decides on the others', and on GPUs."""
         port, metrics_port = self._ports[self._rank0]
-        rank0 = f"{self.job.roles[0].name} 0"
+        rank0 = name_of((self.job.roles[0].name, 0))
         ports = {"PORT": str(port), "METRICS_PORT": str(metrics_port)}
         return [ports if rank == rank0 else {} for rank in gpus]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from rolecall.messages.codec import convert
 
 MAX_QUERY_SECONDS = 600.0
+MAX_RECORDING_SECONDS = 3600.0
 
 
 class ReadStats(Struct, frozen=True, tag="stats", tag_field="what"):
@@ -22,17 +23,17 @@ class ReadStacks(Struct, frozen=True, tag="stacks", tag_field="what"):
 
 class StartTrace(Struct, frozen=True, tag="trace", tag_field="what"):
     """Starts a recording of the rank's worker, and of the workers of generations within `seconds`. The reply is the
-    `Cursor` at which the recording begins."""
+    sizes of the rank's files before, by name."""
 
-    seconds: float = 10.0
+    seconds: Annotated[float, Meta(gt=0, le=MAX_RECORDING_SECONDS)] = 10.0
 
 
-class ReadSpans(Struct, frozen=True, tag="spans", tag_field="what"):
-    """Asks for the `Spans` at the cursor (`file`, `offset`). With `collect`, rank 0 has written everything before the
-    cursor: the rank deletes earlier files, and its worker starts to record."""
+class ReadTrace(Struct, frozen=True, tag="spans", tag_field="what"):
+    """Asks for the next `Chunk` of the rank's files (observe/trace/copies.py), of which the asker has the first `have`
+    bytes. With `collect`, rank 0 has them on disk: the worker starts to record, and the rank may end if there is no
+    more."""
 
-    file: str
-    offset: int
+    have: dict[str, int] = field(default_factory=dict)
     collect: bool = False
 
 
@@ -53,38 +54,13 @@ class DescribeStacks(Struct, frozen=True, tag="stacks in words", tag_field="what
     only: list[str] | None = None
 
 
-Question = ReadStats | ReadStacks | StartTrace | ReadSpans | Leave | ReportCrash | DescribeStacks
+Question = ReadStats | ReadStacks | StartTrace | ReadTrace | Leave | ReportCrash | DescribeStacks
 
 
 def read(what: str, arguments: dict[str, Any]) -> Question:
     """The question that a query or a client's request holds. Raises MessageError if there is none."""
     question: Question = convert(Question, {**arguments, "what": what})
     return question
-
-
-class Cursor(Struct, frozen=True):
-    """A place in a rank's records. `Cursor()` is the beginning of the oldest file."""
-
-    file: str = ""
-    offset: int = 0
-
-
-class Spans(Struct, frozen=True):
-    """The records at a cursor.
-
-    `file` and `offset` are the cursor of `data`, in a later file if the given one has ended. `data` has whole lines,
-    `tracing.MAX_DATA_BYTES` at most; `next` is the offset behind it, and `more` says whether there is more already.
-    `process` is the first line of the file, {} if there is none; `ended` says whether the rank has no worker that adds
-    to it.
-    """
-
-    file: str
-    offset: int
-    data: str
-    next: int
-    more: bool
-    process: dict[str, Any]
-    ended: bool
 
 
 class Reply(Struct, frozen=True):

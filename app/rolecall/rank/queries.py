@@ -31,6 +31,7 @@ MAX_REPLY_BYTES = 32 * 2**20
 RESEND_SECONDS = 1.0  # until a query is sent again: the answer that carried it may be lost
 MAX_REMEMBERED_QUERIES = 1000  # a member replies to each once
 REPLY_ARRIVAL_SECONDS = 60.0  # from the beginning of a reply to its end
+WALL_NS = time.time_ns() - time.monotonic_ns()  # Unix time minus monotonic time, the same for all of rank 0's replies
 Post = Callable[[str, Any], Awaitable[None]]
 
 # ---- rank 0's end
@@ -43,6 +44,7 @@ class Pending:
     query: Query
     replied: asyncio.Future[Any]
     sent_at: float = float("-inf")
+    first_sent_ns: int = 0
 
 
 @dataclass
@@ -92,11 +94,12 @@ class Queries:
         now = time.monotonic()
         due = [each for each in self._pending.get(key, {}).values() if now - each.sent_at > RESEND_SECONDS]
         for each in due:
-            each.sent_at = now
+            each.sent_at, each.first_sent_ns = now, each.first_sent_ns or time.monotonic_ns()
         return tuple(each.query for each in due)
 
     async def receive(self, request: web.Request) -> web.Response:
-        """Receives a reply. A late one is dropped."""
+        """Receives a reply. A late one is dropped. One that has its rank's time gets rank 0's before and after it."""
+        received = {"received_ns": time.monotonic_ns(), "wall_ns": WALL_NS}
         try:
             async with asyncio.timeout(REPLY_ARRIVAL_SECONDS):
                 body = await request.clone(client_max_size=MAX_REPLY_BYTES).read()
@@ -105,6 +108,8 @@ class Queries:
             return web.json_response({"reason": "body", "text": "no reply to a query"}, status=400)
         for pending in self._pending.values():
             if (each := pending.get(reply.number)) and not each.replied.done():
+                if isinstance(reply.result, dict) and "clock_ns" in reply.result:
+                    reply.result.update(sent_ns=each.first_sent_ns, **received)
                 each.replied.set_result(reply.result)
         return web.json_response({})
 

@@ -12,7 +12,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.gang.protocol import Key, name_of
 from rolecall.messages.codec import decode_line, encode, encode_line
-from rolecall.messages.queries import Ask, Question, ReadSpans, read
+from rolecall.messages.queries import Ask, Question, ReadTrace, read
 from rolecall.rank.queries import Queries
 from rolecall.tunnel.signatures import ASK_PATH, DeniedError, SignatureChecker
 
@@ -60,7 +60,7 @@ class SignedQueries:
         asking = asyncio.create_task(self._queries.ask(question, to=to, timeout=timeout))
         try:
             while not asking.done():
-                if self._over() and not isinstance(question, ReadSpans):  # a rank that ends replies to nothing else
+                if self._over() and not isinstance(question, ReadTrace):  # a rank that ends replies to nothing else
                     return _problem(409, "the job is over")
                 await asyncio.wait({asking}, timeout=POLL_SECONDS)
         finally:

@@ -127,7 +127,7 @@ class Supervisor:
                 )
             loops = [self._heartbeat_loop(), self._action_loop(), self._liveness_loop()]
             loops += coordinator.loops() if coordinator else []
-            traces = collecting.collector(coordinator) if coordinator and self.settings.trace else None
+            traces = collecting.Collector(coordinator) if coordinator and self.settings.trace else None
             loops += [traces.run()] if traces else []
             loops += [self._tunnel_loop(self.tunnel)] if self.tunnel else []
             self._tasks |= {asyncio.create_task(loop) for loop in loops}
@@ -137,7 +137,6 @@ class Supervisor:
                 if coordinator
                 else None
             )
-            collected = asyncio.create_task(traces.finish()) if traces else None
             if self.settings.on_finish == "linger" and self._settled and not member.leaving:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
@@ -149,8 +148,8 @@ class Supervisor:
                     await scraped
                 else:
                     await self._or_signal(scraped)
-            if collected:
-                await collected
+            if traces:
+                await traces.close()
             if report:
                 code = await report
             return CRASHED if self._tunnel_ended else code
@@ -339,8 +338,8 @@ class Supervisor:
                     return await stack_query.describe(self.workers.worker)
             case queries.StartTrace(seconds):
                 return self.workers.recordings.start(seconds)
-            case queries.ReadSpans(file, offset, collect):
-                return self.workers.recordings.spans(queries.Cursor(file, offset), collect)
+            case queries.ReadTrace(have, collect):
+                return self.workers.recordings.read(have, collect)
             case queries.Leave():
                 self._leave("on request")
                 return {}

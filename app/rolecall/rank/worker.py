@@ -35,7 +35,7 @@ from rolecall.rank.attaching import Attacher
 from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
 from rolecall.record.recorder import recorder
-from rolecall.record.span_file import file_name
+from rolecall.record.records import file_name
 from rolecall.torch_rpc.connect import connect
 from rolecall.wire.session import Session
 

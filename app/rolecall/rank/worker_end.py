@@ -25,6 +25,7 @@ from rolecall.rank import stack_dump
 from rolecall.rank.attaching import Attacher
 from rolecall.record.files import longest_work
 from rolecall.record.history import Record
+from rolecall.record.recorder import recorder
 from rolecall.torch_rpc import failures, tracing
 
 REPORT_SECONDS = 0.5
@@ -168,7 +169,7 @@ class WorkerEnd(Supervision):
     def end(self, result: messages.Result | None = None) -> NoReturn:
         """Sends the last records, spans and the `result`, if there is one, and ends the process."""
         self.report()
-        tracing.flush()
+        recorder.flush()
         if result:
             self.send(result)
         os._exit(0)  # no destructor of an RPC agent whose peers may be gone
@@ -198,8 +199,9 @@ class WorkerEnd(Supervision):
 
     def record_trace(self, order: messages.RecordTrace, attachment: Attachment | None) -> None:
         """Starts a trace of this process, as a part of the generation that it has now."""
-        task = self._task
-        me, generation = Peer(task.role, task.ordinal, 0), 0
+        job, me, generation = registry.name_of(self._task.job), Peer(self._task.role, self._task.ordinal, 0), 0
         if attachment:
             me, generation = attachment.me, attachment.generation
-        tracing.record(registry.name_of(task.job), me, generation, order.path, order.seconds)
+        about = {"job": job, "role": me.role, "ordinal": me.ordinal, "rank": me.rank, "generation": generation}
+        recorder.start(order.path, about, order.seconds)
+        tracing.watch_collectives()

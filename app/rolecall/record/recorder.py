@@ -1,4 +1,4 @@
-"""Records the activity of a worker in a file; `records` describes its lines.
+"""Records the activity of a worker in a file of bounded size; `records` describes its lines.
 
 A span that has ended stays in memory until the recorder's thread writes it. While nothing is recorded, the only cost is
 to check `recorder.on`.
@@ -20,31 +20,42 @@ from contextvars import ContextVar, Token
 from pathlib import Path
 from typing import Any, Self
 
-from rolecall import telemetry
-from rolecall.record.records import Kind
-from rolecall.record.span_file import SpanFile, line
+from rolecall import config, telemetry
+from rolecall.gang.protocol import name_of
+from rolecall.record.records import MAX_FILES, Kind, line
 
 MAX_FILE_BYTES = 64 * 2**20
 MAX_PENDING_SPANS = 100_000  # in memory, between two writes
 WRITE_PERIOD_SECONDS = 0.5
 MIN_GC_NS = 1_000_000  # shorter garbage collections are no spans
+DROPPED = "dropped"  # a span without a length, in place of others
 MAX_TEXT = 500  # characters of a text in a span's attributes
-Waiting = tuple[str, str, str, str, int, int, int, dict[str, Any], str]  # a span that has ended, as its record has it
 _current: ContextVar[Span | None] = ContextVar("span", default=None)
-_threads = threading.local()
 
 
 class Span:
     """The activity of a thread until `end`, or in a `with` block, in which spans that begin are its children."""
 
-    __slots__ = ("_recorder", "_token", "attributes", "id", "kind", "name", "parent", "start", "thread", "trace")
+    __slots__ = (
+        "_recorder",
+        "_token",
+        "attributes",
+        "id",
+        "kind",
+        "name",
+        "parent",
+        "start",
+        "stop",
+        "thread",
+        "trace",
+    )
 
     def __init__(
         self, recorder: Recorder, name: str, kind: Kind, parent: str, attributes: dict[str, Any], trace: str
     ) -> None:
         self._recorder, self.name, self.kind, self.parent, self.attributes = recorder, name, kind, parent, attributes
-        self.id, self.thread, self.start = recorder.new_id(), thread_id(), time.monotonic_ns()
-        self.trace = trace or self.id
+        self.id, self.thread, self.start = recorder.new_id(), threading.get_native_id(), time.monotonic_ns()
+        self.trace, self.stop = trace or self.id, 0
         self._token: Token[Span | None] | None = None
 
     def note(self, /, **attributes: Any) -> None:
@@ -56,12 +67,21 @@ class Span:
         first = (str(error).strip().splitlines() or [""])[0]
         self.attributes["error"] = f"{type(error).__name__}: {first}"[:MAX_TEXT].removesuffix(": ")
 
-    def end(self) -> None:
-        """Ends it now."""
-        end = time.monotonic_ns()
-        self._recorder.add(
-            (self.id, self.parent, self.name, self.kind, self.start, end, self.thread, self.attributes, self.trace)
-        )
+    def returned(self) -> None:
+        """Notes that its function has returned a future, with which it ends."""
+        self.attributes["returned_ns"] = time.monotonic_ns()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends it now, perhaps because of `error`."""
+        self.stop = time.monotonic_ns()
+        if error:
+            self.fail(error)
+        self._recorder.add(self)
+
+    def line(self) -> bytes:
+        """Its record."""
+        what, times = (self.id, self.parent, self.name, self.kind), (self.start, self.stop or self.start)
+        return line("span", *what, *times, *(self.thread, self.attributes, self.trace))
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
@@ -71,44 +91,38 @@ class Span:
         assert self._token is not None
         with contextlib.suppress(ValueError):  # a generator that another thread disposes of
             _current.reset(self._token)
-        if isinstance(error, Exception):
-            self.fail(error)
-        self.end()
+        self.end(error if isinstance(error, Exception) else None)
 
 
 class Nothing:
     """A span while nothing is recorded."""
 
-    id = ""
+    def note(self, *_: object, **__: object) -> None:
+        """Does nothing."""
 
-    def note(self, /, **attributes: Any) -> None:
-        """Adds nothing."""
-
-    def end(self) -> None:
-        """Ends nothing."""
+    returned = end = __exit__ = note
 
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 NOTHING = Nothing()
 
 
 class Recorder:
-    """Writes this process's spans to a file of at most MAX_FILE_BYTES a request. Any thread may use it."""
+    """Writes this process's spans to a file, which grows by MAX_FILE_BYTES a request at most. Any thread may use it."""
 
     def __init__(self) -> None:
         self.on = False  # what begins now is recorded
         self.me = ""  # this rank's name, such as `ps_0`
         self.started = 0  # monotonic ns
-        self._spans: deque[Waiting] = deque()
+        self._spans: deque[Span] = deque()  # that have ended
         self._dropped = 0  # spans for which there was no room in memory
         self._lock = threading.Lock()  # of what follows
-        self._file: SpanFile | None = None
-        self._until = float("inf")  # monotonic seconds
+        self._path: Path | None = None
+        self._descriptor = -1
+        self._left = 0  # bytes that the file may grow by; 0 once it is full
+        self._until = math.inf  # monotonic seconds
         self._thread: threading.Thread | None = None
         self._gc_began = 0  # monotonic ns, 0 if not recorded
         self._ids = itertools.count(1)
@@ -116,50 +130,52 @@ class Recorder:
 
     # ---- on and off
 
-    def start(
-        self, path: Path, about: dict[str, Any], seconds: float | None = None, max_bytes: int = MAX_FILE_BYTES
-    ) -> None:
-        """Records to the file `path`, for `seconds`, or until `stop`. A file that is being written is continued, and
-        may grow by `max_bytes`. `about` are a process's job, role, ordinal, rank and generation.
-
-        Raises OSError if the file cannot be written.
-        """
+    def start(self, path: Path, about: dict[str, Any], seconds: float | None = None) -> None:
+        """Records to the file `path` for `seconds`, or to the process's end. A file that is being written is continued;
+        one that cannot be written is logged. `about` are a process's job, role, ordinal, rank and generation."""
         self.flush()
         with self._lock:
-            if self._file is None or self._file.path != path:
-                self._close()
-                self._file, self.me = SpanFile(path, about), f"{about['role']} {about['ordinal']}"
-                # no other process has the same IDs
-                self._ids, self.started = itertools.count(random.SystemRandom().getrandbits(63)), self._file.began
-            self._file.allow(max_bytes)
-            until = float("inf") if seconds is None else time.monotonic() + seconds
+            try:
+                if path != self._path:
+                    self._open(path, about)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._write_forever, name="trace", daemon=True)
+                    self._thread.start()
+                    gc.callbacks.append(self._collect)
+            except (OSError, RuntimeError) as error:  # no space, no thread
+                telemetry.log().warning("no trace can be recorded", problem=str(error))
+                return
+            self._left = MAX_FILE_BYTES
+            until = math.inf if seconds is None else time.monotonic() + seconds
             self._until = max(self._until, until) if self.on else until
-            if self._thread is None:
-                gc.callbacks.append(self._collect)
-                self._thread = threading.Thread(target=self._write_forever, name="trace", daemon=True)
-                self._thread.start()
             self.on = True
 
-    def stop(self) -> None:
-        """Records nothing that begins from now on, and writes what there is. Raises OSError."""
-        self.on = False
-        self.flush()
+    def _open(self, path: Path, about: dict[str, Any]) -> None:
+        """Begins a new file, and deletes all but the newest ones beside it."""
+        self._close()
+        for old in sorted(path.parent.glob("trace-*.jsonl"))[: 1 - MAX_FILES]:
+            old.unlink(missing_ok=True)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        self.me, self.started = name_of((about["role"], about["ordinal"])), time.monotonic_ns()
+        self._ids = itertools.count(random.SystemRandom().getrandbits(63))  # no other process has the same IDs
+        clocks = {"monotonic_ns": self.started, "unix_ns": time.time_ns()}
+        self._write(line("process", {**about, "pid": os.getpid(), "host": config.host_name(), **clocks}))
+        self._path = path
 
     def close(self) -> None:
-        """As `stop`, and closes the file: a later `start` makes a new one."""
-        self.stop()
+        """Records nothing that begins from now on, writes what there is, and closes the file."""
+        self.on = False
+        self.flush()
         with self._lock:
             self._close()
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._path, self._descriptor = None, -1
 
     def _forget(self) -> None:
         """In a process that was forked from this one: only this one writes to its file."""
-        global _threads
-        _threads = threading.local()  # the forking thread has another number now
         self.on, self._thread, self._lock = False, None, threading.Lock()
         self._spans = deque()
         self._close()
@@ -176,13 +192,9 @@ class Recorder:
         self, name: str, kind: Kind = "internal", parent: str | None = None, trace: str = "", /, **attributes: Any
     ) -> Span:
         """A span that begins now, under the current one unless its `parent` is given. Only while `on`."""
-        if parent is None:
-            above = _current.get()
-            if above is None:
-                parent = ""
-            else:
-                parent, trace = above.id, above.trace
-        return Span(self, name, kind, parent=parent, attributes=attributes, trace=trace)
+        if parent is None and (above := _current.get()):
+            parent, trace = above.id, above.trace
+        return Span(self, name, kind, parent=parent or "", attributes=attributes, trace=trace)
 
     def span(self, name: str, /, **attributes: Any) -> Span | Nothing:
         """A span for a `with` block, or nothing while nothing is recorded."""
@@ -191,19 +203,13 @@ class Recorder:
     def since(self, start: int, name: str, /, **attributes: Any) -> None:
         """A span from `start`, in monotonic ns, until now; while nothing is recorded, or of before that, none."""
         if self.on and start >= self.started:
-            above, id = _current.get(), self.new_id()
-            parent, trace = ("", id) if above is None else (above.id, above.trace)
-            end = time.monotonic_ns()
-            self.add((id, parent, name, "internal", start, end, thread_id(), attributes, trace))
+            span = self.begin(name, **attributes)
+            span.start = start
+            span.end()
 
-    def event(self, name: str, /, **attributes: Any) -> None:
-        """Records an event at this moment."""
-        if self.on:
-            self.add(self._event(name, **attributes))
-
-    def add(self, span: Waiting) -> None:
-        """Takes a span that has ended, in the form of its record."""
-        if self._file is None:
+    def add(self, span: Span) -> None:
+        """Takes a span that has ended."""
+        if self._path is None:
             return
         if len(self._spans) < MAX_PENDING_SPANS:
             self._spans.append(span)
@@ -220,40 +226,43 @@ class Recorder:
     # ---- the file
 
     def flush(self) -> None:
-        """Writes the spans that have ended. Raises OSError if that fails: then nothing is recorded."""
+        """Writes the spans that have ended. If that fails, nothing is recorded any more, and the process goes on."""
         with self._lock:
             spans = [self._spans.popleft() for _ in range(len(self._spans))]
-            if self._file is None or self._file.full:
+            if not self._left:
                 return
-            if self._dropped:
-                why = "more than fit into the recorder's memory"
-                spans.append(self._event("dropped", spans=self._dropped, why=why))
-                self._dropped = 0
-            last = line("span", *self._event("dropped", why="the file is full"))
             try:
-                self._file.write((line("span", *span) for span in spans), last)
-            finally:
-                self.on = self.on and not self._file.full
+                if self._dropped:
+                    why = "more than fit into the recorder's memory"
+                    spans.append(self.begin(DROPPED, "internal", "", spans=self._dropped, why=why))
+                    self._dropped = 0
+                self._write(b"".join(self._fitting(spans)))
+            except Exception as error:  # such as a disk that is full
+                self._left = 0
+                telemetry.log().warning("the trace cannot be written", problem=str(error) or type(error).__name__)
+            self.on = self.on and self._left > 0
 
-    def _event(self, name: str, /, **attributes: Any) -> Waiting:
-        span = self.begin(name, "event", **attributes)
-        return span.id, span.parent, name, "event", span.start, span.start, span.thread, attributes, span.trace
+    def _fitting(self, spans: list[Span]) -> Iterator[bytes]:
+        """The lines of `spans`; instead of the first one beyond the limit, one that says so."""
+        for span in spans:
+            text = span.line()
+            if len(text) > self._left:
+                self._left = 0
+                yield self.begin(DROPPED, "internal", "", why="the file is full").line()
+                return
+            self._left -= len(text)
+            yield text
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._descriptor, data) :]
 
     def _write_forever(self) -> None:
         while True:
             time.sleep(WRITE_PERIOD_SECONDS)  # a period; nothing waits for it
             with self._lock:
-                if time.monotonic() > self._until:
-                    self.on = False
-            try:
-                self.flush()
-            except Exception as error:  # a thread that ended would record nothing any more
-                telemetry.log().warning("the trace cannot be written", problem=str(error) or type(error).__name__)
-
-
-def current() -> Span | None:
-    """The span that this thread is in."""
-    return _current.get()
+                self.on = self.on and time.monotonic() <= self._until
+            self.flush()
 
 
 @contextlib.contextmanager
@@ -275,14 +284,6 @@ def _plain(value: Any) -> bool | int | float | str:
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)[:MAX_TEXT]
-
-
-def thread_id() -> int:
-    """This thread's number in the system, which is asked for once."""
-    number: int | None = getattr(_threads, "number", None)
-    if number is None:
-        number = _threads.number = threading.get_native_id()
-    return number
 
 
 recorder = Recorder()  # this process's

@@ -1,32 +1,55 @@
-"""The records of a trace, as JSON arrays, one a line: a process, then its spans.
+"""The records of a trace: JSON arrays, one a line. A file begins with its process, and its spans follow.
 
-A folder has a file of each rank and generation. Times are nanoseconds of the process's CLOCK_MONOTONIC.
+A folder has a file of each rank and worker. Times in files are nanoseconds of the process's CLOCK_MONOTONIC. In its
+copies rank 0 adds readings of that clock beside its own, by which `Recording` has all times on one line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import name_of
+from rolecall.record.clock import Clock, Reading
 
 FOLDER = "trace"  # in rank 0's CHECKPOINT_DIR
 SUFFIX = ".jsonl"
-Kind = Literal["client", "server", "internal", "event"]
+MAX_FILES = 3  # in a rank's folder: the newest, collected or not
+Kind = Literal["client", "server", "internal"]
 KINDS = get_args(Kind)
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
+
+
+def line(*record: Any) -> bytes:
+    """A record as a line."""
+    return (_encode(record) + "\n").encode()
+
+
+def file_name(generation: int, join: int = 0) -> str:
+    """The name of the file of a worker, as the part `join` of a generation. Names sort by age."""
+    return f"trace-{generation:09d}-{join:06d}{SUFFIX}"
+
+
+def copy_name(rank: str, file: str) -> str:
+    """The name of the copy of a rank's `file`. Raises ValueError for one that `file_name` does not give."""
+    if not (match := re.fullmatch(rf"trace-(\d+)-(\d+){re.escape(SUFFIX)}", file)):
+        raise ValueError(f"{file!r} is no file of a trace")
+    generation, join = map(int, match.groups())
+    return f"{rank}-{generation}{f'-{join}' if join else ''}{SUFFIX}"
 
 
 @dataclass(frozen=True)
 class Process:
-    """A worker: one rank in one generation, as part `join` of it, on `host`; its two clocks, `monotonic_ns` and
-    `unix_ns`, read together."""
+    """A worker: one rank in one generation, on `host`; its two clocks, `monotonic_ns` and `unix_ns`, read together."""
 
     job: str
     role: str
@@ -37,7 +60,6 @@ class Process:
     host: str
     monotonic_ns: int
     unix_ns: int
-    join: int = 0
 
     @cached_property
     def name(self) -> str:
@@ -83,10 +105,12 @@ class SpanRecord:
 
 @dataclass
 class Recording:
-    """The file of one process. Each iteration reads the file, so that a large one needs no memory."""
+    """The file of one process. Each iteration reads the file, so that a large one needs no memory. Times are Unix times
+    by rank 0's clock."""
 
     process: Process
     path: Path
+    clock: Clock
     damaged: int = 0  # lines that the newest iteration left out
     first_ns: int | None = None  # of its spans, once it was iterated over
     last_ns: int = 0
@@ -95,17 +119,24 @@ class Recording:
         self.damaged = 0
         with self.path.open("rb") as file:
             file.readline()
-            for line in file:
+            for text in file:
                 try:
-                    record = parse(line)
+                    record = parse(text)
                 except ValueError:
-                    self.damaged += line.endswith(b"\n")  # a torn last line is what a killed worker leaves
+                    self.damaged += text.endswith(b"\n")  # a torn last line is what a killed worker leaves
                     continue
                 if isinstance(record, SpanRecord):
+                    self._align(record)
                     start, end = record.start_ns, record.end_ns
                     self.first_ns = start if self.first_ns is None or start < self.first_ns else self.first_ns
                     self.last_ns = max(self.last_ns, end)
                     yield record
+
+    def _align(self, span: SpanRecord) -> None:
+        span.start_ns, span.end_ns = self.clock.unix_ns(span.start_ns), self.clock.unix_ns(span.end_ns)
+        for name in ("began_ns", "returned_ns"):
+            if isinstance(time := span.attributes.get(name), int):
+                span.attributes[name] = self.clock.unix_ns(time)
 
 
 @dataclass
@@ -127,67 +158,64 @@ class Trace:
             *(f"{one.path}: {one.damaged} damaged lines are left out" for one in self.recordings if one.damaged),
         ]
 
+    def clocks(self) -> list[str]:
+        """A line for each rank whose clock is not rank 0's."""
+        return sorted({_difference(one) for one in self.recordings if one.clock.error_ns != 0})
 
-def parse(line: bytes | str) -> Process | SpanRecord:
+
+def _difference(one: Recording) -> str:
+    if one.clock.error_ns is None:
+        return f"{one.process.name}: by its wall clock; error not known"
+    return f"{one.process.name}: within {one.clock.error_ns / 1e6:.3f} ms of rank 0's clock"
+
+
+_LINE: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        tuple[Literal["span"], str, str, str, Kind, int, int, int, dict[str, Any], str]
+        | tuple[Literal["clock"], int, int, int]
+        | tuple[Literal["process"], Process],
+        Field(union_mode="left_to_right"),
+    ]
+)
+
+
+def parse(text: bytes | str) -> Process | SpanRecord | Reading:
     """The record in a line. Raises ValueError for anything else."""
-    try:
-        record = json.loads(line)
-        if record[0] == "span":
-            span = SpanRecord(*record[1:])
-            if tuple(map(type, record[1:])) == SPAN and span.kind in KINDS and span.end_ns >= span.start_ns:
-                return span
-        elif record[0] == "process":
-            return process_of(*record[1:])
-    except (KeyError, IndexError, RecursionError, TypeError) as error:
-        raise ValueError(f"no record: {error}") from error
+    match _LINE.validate_json(text, strict=True):
+        case "span", *values if values[5] >= values[4]:
+            return SpanRecord(*values)
+        case "clock", *values:
+            return Reading(*values)
+        case "process", Process() as process:
+            return process
     raise ValueError("no record")
 
 
-def process_of(values: Any) -> Process:
-    """The process that these values describe. Raises ValueError for anything else."""
-    try:
-        return _PROCESS.validate_python(values)
-    except ValueError as error:
-        raise ValueError("no record of a process") from error
-
-
-def spans_of(lines: Iterable[bytes | str]) -> Iterator[SpanRecord]:
-    """The spans in these lines, without those that are damaged."""
-    for text in lines:
-        try:
-            record = parse(text)
-        except ValueError:
-            continue
-        if isinstance(record, SpanRecord):
-            yield record
-
-
-_PROCESS = TypeAdapter(Process)
-SPAN = (str, str, str, str, int, int, int, dict, str)  # the types of a span's fields
-
-
 def read(folder: Path) -> Trace:
-    """The files of a folder. Raises UsageError if it cannot be read."""
+    """The files of a folder. One that has no recording, or cannot be read, is a problem. Raises UsageError if the
+    folder cannot be read."""
     with UsageError.wrap(f"{folder}: cannot be read", OSError):
         paths = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
-    return read_files(paths)
-
-
-def read_files(paths: Iterable[Path]) -> Trace:
-    """The recordings in these files. A file that has none, or cannot be read, is a problem."""
     trace = Trace([])
     for path in paths:
         try:
-            with path.open("rb") as file:
-                first = file.readline()
-            process = parse(first)
-            if not isinstance(process, Process):
-                raise ValueError
+            trace.recordings.append(_recording(path))
         except OSError as error:
             trace.problems.append(f"{path}: cannot be read ({error.strerror}) and is left out")
         except ValueError:
             trace.problems.append(f"{path}: does not begin with a process and is left out")
-        else:
-            trace.recordings.append(Recording(process, path))
     trace.recordings.sort(key=lambda one: (one.process.generation, one.process.rank, one.process.name, str(one.path)))
     return trace
+
+
+def _recording(path: Path) -> Recording:
+    readings = []
+    with path.open("rb") as file:
+        process = parse(file.readline())
+        if not isinstance(process, Process):
+            raise ValueError
+        for text in file:
+            if text.startswith(b'["clock"'):
+                with contextlib.suppress(ValueError):  # counted as damaged when the spans are read
+                    readings.append(parse(text))
+    return Recording(process, path, Clock(process.wall_ns, [one for one in readings if isinstance(one, Reading)]))

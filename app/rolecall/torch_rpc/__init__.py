@@ -9,5 +9,5 @@ program.py       Finds, checks and runs an unmodified program in a rank
 reach.py         How a worker reaches its peers where their tunnels stand between
 script_calls.py  The pending calls of a program that uses torch's RPC directly
 store.py         The generation's store: where its workers meet, in rank 0's worker
-tracing.py       Starts and ends the recording of a worker's trace; collectives are spans of it
+tracing.py       Torch's collectives as spans of a worker's trace
 """

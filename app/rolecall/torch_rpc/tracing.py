@@ -1,17 +1,14 @@
-"""Starts and ends the recording of a worker's trace; collectives are spans of it."""
+"""Torch's collectives as spans of a worker's trace."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rolecall import telemetry
-from rolecall.declare.task import Peer
 from rolecall.record.recorder import Span, recorder
 
 COLLECTIVES = {
@@ -26,25 +23,6 @@ COLLECTIVES = {
     "all_to_all_single": "all-to-all",
     "barrier": "barrier",
 }
-
-
-def record(job: str, me: Peer, generation: int, path: Path, seconds: float | None) -> None:
-    """Makes this process record to `path` for `seconds`, or to its end. A file that cannot be written is logged."""
-    about = {"job": job, "role": me.role, "ordinal": me.ordinal, "rank": me.rank, "generation": generation}
-    about["join"] = me.join
-    try:
-        recorder.start(path, about, seconds)
-    except (OSError, RuntimeError) as error:  # no space, no thread
-        telemetry.log().warning("no trace can be recorded", problem=str(error))
-    watch_collectives()
-
-
-def flush() -> None:
-    """Writes the recorded spans before this process ends."""
-    try:
-        recorder.flush()
-    except Exception as error:  # whatever it is, the process's result follows
-        telemetry.log().warning("the trace cannot be written to its end", problem=str(error) or type(error).__name__)
 
 
 def watch_collectives() -> None:
@@ -65,8 +43,7 @@ def _collective(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         try:
             work = function(*args, **values)
         except Exception as error:
-            span.fail(error)
-            span.end()
+            span.end(error)
             raise
         if work is None:
             span.end()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rolecall.record.recorder import Span, recorder, under
+from rolecall.record.recorder import NOTHING, Nothing, Span, recorder, under
 from rolecall.wire.messages import Carrier, Request, TraceHeader
 
 OTEL = "opentelemetry.trace"  # in sys.modules if the program uses it
@@ -18,9 +18,9 @@ OTEL = "opentelemetry.trace"  # in sys.modules if the program uses it
 # ---- at the caller
 
 
-def begin(to: str, method: str, sent: int) -> Span | None:
-    """The span of a call to the peer `to` with `sent` bytes; None while nothing is recorded."""
-    return recorder.begin(method, "client", to=" ".join(to.rsplit("_", 1)), sent=sent) if recorder.on else None
+def begin(to: str, method: str) -> Span | None:
+    """The span of a call to the peer `to`; None while nothing is recorded."""
+    return recorder.begin(method, "client", to=to) if recorder.on else None
 
 
 def header(span: Span | None) -> TraceHeader | None:
@@ -36,39 +36,17 @@ def header(span: Span | None) -> TraceHeader | None:
 # ---- at the callee
 
 
-class ServerSpan:
-    """The span of a call that is carried out; it does nothing while nothing is recorded."""
-
-    def __init__(self, span: Span | None = None) -> None:
-        self._span = span
-
-    def returned(self) -> None:
-        """The method has returned a future, with which the span ends."""
-        if self._span:
-            self._span.attributes["returned_ns"] = time.monotonic_ns()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """The call has ended."""
-        if self._span:
-            if error:
-                self._span.fail(error)
-            self._span.end()
+_UNRECORDED = contextlib.nullcontext(NOTHING)
 
 
-NO_SPAN = ServerSpan()
-
-
-_UNRECORDED = contextlib.nullcontext(NO_SPAN)
-
-
-def serving(request: Request, waited_ns: int = 0) -> contextlib.AbstractContextManager[ServerSpan]:
+def serving(request: Request, waited_ns: int = 0) -> contextlib.AbstractContextManager[Span | Nothing]:
     """The block carries out `request`, which has waited for its turn for `waited_ns`. What the block raises ends the
     span; otherwise the caller does."""
     return _serving(request, waited_ns) if request.trace or recorder.on else _UNRECORDED
 
 
 @contextlib.contextmanager
-def _serving(request: Request, waited_ns: int) -> Iterator[ServerSpan]:
+def _serving(request: Request, waited_ns: int) -> Iterator[Span | Nothing]:
     parent, trace, caller, carrier = request.trace or TraceHeader()
     token = _attach(carrier) if carrier else None
     span = None
@@ -77,12 +55,12 @@ def _serving(request: Request, waited_ns: int) -> Iterator[ServerSpan]:
         if waited_ns:
             span.start = max(span.start - waited_ns, recorder.started)  # a recording may begin meanwhile
             span.attributes["began_ns"] = time.monotonic_ns()
-    served = ServerSpan(span) if span else NO_SPAN
     try:
         with under(span) if span else contextlib.nullcontext():
-            yield served
+            yield span or NOTHING
     except Exception as error:
-        served.end(error)
+        if span:
+            span.end(error)
         raise
     finally:
         if token is not None:

@@ -1,5 +1,4 @@
-"""MNIST's digits, from its four IDX files in DATA_DIR/MNIST/raw. Absent files are downloaded from the mirrors that
-torchvision knows.
+"""MNIST's digits, from its four IDX files in DATA_DIR/MNIST/raw. Absent files are downloaded from a mirror.
 
 Source: Y. LeCun, C. Cortes, C. Burges, The MNIST database of handwritten digits.
 """
@@ -8,10 +7,8 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib
 import math
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,13 @@ from torch import Tensor
 from rolecall import UsageError
 from rolecall.jobs.support import track
 
+MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
+FILES = {  # the MD5 of each one's .gz
+    "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
+}
 MEAN, STD = 0.1307, 0.3081  # of the training pixels, as shares of 255
 LOCK = ".download"  # held by the rank that downloads, for all ranks that share the directory
 LOCK_SECONDS = 300.0
@@ -38,12 +42,9 @@ def load(directory: Path) -> tuple[Digits, Digits]:
     raw = directory / "MNIST" / "raw"
     advice = f"put the four IDX files into {raw}, or set DATASET=digits"
     with UsageError.wrap(f"DATASET=mnist DATA_DIR={directory}: cannot be loaded", advice=advice):
-        names = [
-            f"{split}-{kind}" for split in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
-        ]
-        if not all(_exists(raw / name) for name in names):
+        if not all(_exists(raw / name) for name in FILES):
             _download(raw)
-        images, labels, test_images, test_labels = (_idx(raw / name) for name in names)
+        images, labels, test_images, test_labels = (_idx(raw / name) for name in FILES)
         return _split("train", images, labels), _split("t10k", test_images, test_labels)
 
 
@@ -78,21 +79,20 @@ def _idx(path: Path) -> Tensor:
 
 def _download(raw: Path) -> None:
     """Downloads the absent files, one rank at a time."""
-    source = importlib.import_module("torchvision.datasets").MNIST
     raw.mkdir(parents=True, exist_ok=True)
     with FileLock(raw / LOCK, LOCK_SECONDS):
-        for name, md5 in track(source.resources, "downloading MNIST", len(source.resources), "files"):
+        for name, md5 in track(FILES.items(), "downloading MNIST", len(FILES), "files"):
             path = raw / name
-            if not _exists(path.with_suffix("")):
+            if not _exists(path):
                 partial = path.with_suffix(".partial")
-                partial.write_bytes(_fetch(source.mirrors, name, md5))
-                partial.replace(path)  # no rank reads a file that is not whole
+                partial.write_bytes(_fetch(f"{name}.gz", md5))
+                partial.replace(_packed(path))  # no rank reads a file that is not whole
 
 
-def _fetch(mirrors: Sequence[str], name: str, md5: str) -> bytes:
+def _fetch(name: str, md5: str) -> bytes:
     """The content of a file from the first mirror that has it. Raises OSError if none has."""
     problems = []
-    for mirror in mirrors:
+    for mirror in MIRRORS:
         try:
             with urllib.request.urlopen(f"{mirror}{name}", timeout=STALL_SECONDS) as answer:
                 content: Any = answer.read()

@@ -15,7 +15,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
-from rolecall import UsageError
+from rolecall.jobs.support import require_packages
 
 FRAME_SKIP = 4  # frames that an action is repeated for
 SCREEN_PIXELS = 84  # of a side
@@ -35,10 +35,10 @@ VECTOR_ARGUMENTS = {
 
 def register(name: str) -> None:
     """Registers the games if ale-py is installed. Raises UsageError if it is not and `name` is a game."""
+    if name.startswith("ALE/"):
+        require_packages(f"ENV_ID={name}", ["ale_py"], "atari")
     if importlib.util.find_spec("ale_py"):
         importlib.import_module("ale_py")
-    elif name.startswith("ALE/"):
-        raise UsageError(f"ENV_ID={name}: needs the package ale-py: pip install ale-py")
 
 
 def fits(spec: EnvSpec) -> bool:

@@ -14,6 +14,7 @@ from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.messages import Array
 from rolecall.jobs.rl.stepping import Envs
+from rolecall.jobs.support import require_packages
 
 DEFAULT_FPS = 30  # if the environment has none
 # each picture has its own palette, because a common one would have to wait for the last picture
@@ -47,7 +48,7 @@ class FilmedEnv(Envs):
 class Video:
     """Writes pictures to the file `path`, .mp4 or .gif, which exists once the `with` block has ended without an error.
 
-    Raises UsageError for another suffix, if imageio is missing, and if the file cannot be written.
+    Raises UsageError for another suffix, if imageio-ffmpeg is missing, and if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,10 +57,8 @@ class Video:
             raise UsageError(f"--video: {path} is no video; the name must end in {' or '.join(CODECS)}")
         if not path.parent.is_dir():
             raise UsageError(f"--video: {path.parent} is no folder; create it")
-        try:
-            self._library = importlib.import_module("imageio_ffmpeg")
-        except ImportError as error:
-            raise UsageError(f"--video: needs imageio ({error}): pip install 'rolecall[video]'") from None
+        require_packages("--video", ["imageio_ffmpeg"], "video")
+        self._library: Any = importlib.import_module("imageio_ffmpeg")
         self._partial = path.with_name(f".{path.stem}-partial{path.suffix}")
         self._writer: Generator[None, Any, None] | None = None
 

@@ -1,4 +1,4 @@
-"""Checks of the machine, or of the container's cgroup: open files, processes, memory, the GPU and its driver."""
+"""Checks of the machine, or of the container's cgroup: packages, open files, processes, memory, GPU and driver."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import psutil
 from rich.filesize import decimal
 
 from rolecall import config
+from rolecall.declare import registry
+from rolecall.errors import UsageError
 from rolecall.observe.cgroup import Cgroup
 from rolecall.observe.doctor.checks import Finding, check, ok, problem, reason, warning
 from rolecall.observe.doctor.subject import Subject
@@ -21,6 +23,16 @@ from rolecall.observe.doctor.subject import Subject
 MIN_FILES, FILES_PER_RANK = 256, 16  # open files of a rank, and more for each other rank
 MIN_PROCESSES = 128  # threads: a tunnel has 35, a worker those of torch and RPC
 MIN_MEMORY_BYTES = 512 * 2**20  # of a rank whose worker has imported torch
+
+
+@check("packages", "install them in the environment of this rank")
+def packages(subject: Subject) -> Finding:
+    """Those that a built-in job needs beside the core."""
+    try:
+        registry.require_extra(subject.job.target)
+    except UsageError as error:
+        return problem(str(error))
+    return ok("all are installed")
 
 
 @check("open files", "raise it: `ulimits` in compose, `LimitNOFILE` of the container engine, `ulimit -Hn`")
@@ -116,4 +128,4 @@ def _query_smi(timeout: float) -> tuple[list[str], str]:
     return lines, ""
 
 
-CHECKS = (files, processes, memory, gpu)
+CHECKS = (packages, files, processes, memory, gpu)

@@ -7,59 +7,52 @@ and dispatch. The time of other calls beyond it is queueing, as is the wait for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from rolecall.observe.trace.clocks import Clocks
 from rolecall.record.records import Process, SpanRecord, Trace
 
 Route = tuple[str, str, str, int]  # method, caller, called, and the bits of the number of bytes, both ways
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The server side of a call: its process, and when it came in, its function began and returned, and its answer
-    left, by that process's clock, in ns."""
+class Served(NamedTuple):
+    """The server side of a call: its rank, and when its function began and returned, and its answer left, in ns."""
 
-    process: Process
-    came: int
+    rank: str
     began: int
     ran: int
     left: int
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """The parts of a call's time, in ns. `held` is the time from an asynchronous handler's return to its answer."""
 
-    network: int
-    queueing: int
-    handler: int
-    held: int
+    network: int = 0
+    queueing: int = 0
+    handler: int = 0
+    held: int = 0
 
 
 class Calls:
-    """The calls of a trace, by the client spans' numbers, and the clocks of its processes. Reads every file once."""
+    """The calls of a trace, by the client spans' numbers. Reads every file once."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.clocks = Clocks(one.process for one in trace.recordings)
         self._served: dict[str, Served] = {}
         self._matched = set[str]()  # client spans whose other side was recorded
         self._fastest: dict[Route, int] = {}
-        clients = list[tuple[Process, str, str, int, int, int]]()
+        clients = list[tuple[str, str, str, int, int]]()
         for recording in trace.recordings:
             for span in recording:
                 if span.kind == "server" and span.parent:
-                    self._served[span.parent] = _served(recording.process, span)
+                    self._served[span.parent] = Served(recording.process.name, span.began_ns, span.ran_ns, span.end_ns)
                 elif span.kind == "client":
-                    clients.append((recording.process, span.id, span.name, _bits(span), span.start_ns, span.end_ns))
-        for process, id, name, bits, start, end in clients:
+                    length = span.end_ns - span.start_ns
+                    clients.append((span.id, span.name, recording.process.name, _bits(span), length))
+        for id, method, caller, bits, length in clients:
             if served := self._served.get(id):
                 self._matched.add(id)
-                route, outside = (name, process.name, served.process.name, bits), _outside(end - start, served)
+                route, outside = (method, caller, served.rank, bits), _outside(length, served)
                 self._fastest[route] = min(outside, self._fastest.get(route, outside))
-                self.clocks.observe(process, served.process, sent=start, came=served.came, left=served.left, back=end)
-        self.clocks.solve()
 
     def parts(self, process: Process, span: SpanRecord) -> Parts | None:
         """The parts of the time of a client span of `process`; None if its other side was not recorded."""
@@ -67,17 +60,13 @@ class Calls:
         if served is None:
             return None
         outside = _outside(span.end_ns - span.start_ns, served)
-        route = (span.name, process.name, served.process.name, _bits(span))
+        route = (span.name, process.name, served.rank, _bits(span))
         network = min(outside, self._fastest.get(route, outside))
         return Parts(network, outside - network, served.ran - served.began, served.left - served.ran)
 
     def matched(self, id: str) -> bool:
         """Whether both sides of the call with this client span were recorded."""
         return id in self._matched
-
-
-def _served(process: Process, span: SpanRecord) -> Served:
-    return Served(process, span.start_ns, span.began_ns, span.ran_ns, span.end_ns)
 
 
 def _bits(span: SpanRecord) -> int:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,21 +16,20 @@ from rolecall.errors import UsageError
 from rolecall.observe.ask import ask
 from rolecall.observe.trace import perfetto
 from rolecall.observe.trace.calls import Calls
+from rolecall.observe.trace.copies import TraceCopies
 from rolecall.observe.trace.summary import Summary
 from rolecall.record import records, rundir
 from rolecall.record.history import History
 
 DEFAULT_SECONDS = 10.0
 MAX_SECONDS = 3600.0
-COLLECTION_PERIOD_SECONDS = 1.0
+PERIOD_SECONDS = 1.0  # between two copies
 MAX_REQUESTS_PER_SECOND = 50  # rank 0 accepts 10,000 in two minutes, and other commands need some
 MAX_PENDING_REQUESTS = 16
 FLUSH_SECONDS = 1.0  # after the end, within which the last spans are written
-COLLECT_REST_SECONDS = 60.0  # limit for the rest
 QUERY_TIMEOUT_SECONDS = 10.0
 OPEN = "open it at https://ui.perfetto.dev (it stays in the browser) or chrome://tracing"
 NO_TRACE = "there is no trace; start the run with TRACE=1, or record one that is under way with --seconds 10"
-Reply = dict[str, Any]
 
 
 def run(words: Sequence[str]) -> int:
@@ -51,8 +48,8 @@ def run(words: Sequence[str]) -> int:
         return _show(records.read(folder), perfetto.history_beside(folder), wanted, arguments, console)
     happened = perfetto.history_beside(directory) if directory.is_dir() else None
     with tempfile.TemporaryDirectory() as name:
-        live = Live(arguments.target, Path(name), console)
-        asyncio.run(live.record(DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds))
+        seconds = DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds
+        asyncio.run(_record(arguments.target, Path(name), seconds, console))
         wanted = arguments.output or Path(perfetto.NAME)
         return _show(records.read(Path(name)), happened, wanted, arguments, console)
 
@@ -112,67 +109,36 @@ def _show(
     return 0
 
 
-class Live:
-    """Records a running job: collects the spans of its ranks in `folder`, a file for each rank and worker."""
+async def _record(target: str, folder: Path, seconds: float, console: Console) -> None:
+    """Records a running job for `seconds`, and copies the files of its ranks to `folder`. Raises UsageError if rank 0
+    is not reached or refuses, or no rank records."""
+    replies = await ask(target, "trace", {"seconds": seconds}, None, QUERY_TIMEOUT_SECONDS)
+    problems = {rank: str(reply.pop("error")) for rank, reply in replies.items() if "error" in reply}
+    copies = [TraceCopies(folder, rank, have) for rank, have in replies.items() if rank not in problems]
+    if not copies:
+        problem = "; ".join(f"{rank}: {problem}" for rank, problem in problems.items())
+        raise UsageError(f"TARGET {target!r}: no rank records ({problem or 'the gang has no members'})")
+    console.print(f"rolecall: recording for {seconds:g} s: {', '.join(one.rank for one in copies)}")
+    turns = asyncio.Semaphore(MAX_PENDING_REQUESTS)
 
-    def __init__(self, target: str, folder: Path, console: Console) -> None:
-        self.target, self.folder, self.console = target, folder, console
-        self._turns = asyncio.Semaphore(MAX_PENDING_REQUESTS)
-        self._cursors: dict[str, Reply] = {}  # by rank: the place of its next data
-        self._problems: dict[str, str] = {}
+    async def copy(one: TraceCopies) -> None:
+        problems.pop(one.rank, None)
+        try:
+            more = True
+            while more:
+                async with turns:
+                    query = {"have": one.have}
+                    reply = (await ask(target, "spans", query, [one.rank], QUERY_TIMEOUT_SECONDS)).get(one.rank, {})
+                more = bool(one.add(reply).data)
+                if problem := reply.get("error"):
+                    problems[one.rank] = problem
+        except (UsageError, ValueError) as error:  # rank 0 is gone or busy: what came before counts
+            problems[one.rank] = str(error)
 
-    async def record(self, seconds: float) -> None:
-        """Records for `seconds`. Raises UsageError if rank 0 is not reached or refuses, or no rank records."""
-        replies = await ask(self.target, "trace", {"seconds": seconds}, None, QUERY_TIMEOUT_SECONDS)
-        for rank, reply in replies.items():
-            if "error" in reply:
-                self._warn(rank, str(reply["error"]))
-            else:
-                self._cursors[rank] = {"file": reply["file"], "offset": reply["offset"]}
-        if not self._cursors:
-            problem = "; ".join(f"{rank}: {problem}" for rank, problem in self._problems.items())
-            raise UsageError(f"TARGET {self.target!r}: no rank records ({problem or 'the gang has no members'})")
-        names = ", ".join(self._cursors)
-        self.console.print(f"rolecall: recording for {seconds:g} s: {names}")
-        began = time.monotonic()
-        while time.monotonic() - began < seconds:
-            await self._collect()
-            pause = max(COLLECTION_PERIOD_SECONDS, len(self._cursors) / MAX_REQUESTS_PER_SECOND)
-            await asyncio.sleep(min(pause, max(0.0, began + seconds - time.monotonic())))
-        await asyncio.sleep(FLUSH_SECONDS)
-        while await self._collect() and time.monotonic() - began < seconds + COLLECT_REST_SECONDS:
-            pass
-        for rank, problem in self._problems.items():
-            self.console.print(f"rolecall: {rank}: {problem}")
-
-    async def _collect(self) -> bool:
-        """Collects the next data of all ranks; returns whether one has more already."""
-        results = await asyncio.gather(*(self._collect_of(rank) for rank in self._cursors), return_exceptions=True)
-        for rank, result in zip(self._cursors, results, strict=True):
-            if isinstance(result, UsageError):  # rank 0 is gone or busy: the data before counts
-                self._warn(rank, str(result))
-            elif isinstance(result, BaseException):
-                raise result
-        return any(result is True for result in results)
-
-    async def _collect_of(self, rank: str) -> bool:
-        async with self._turns:
-            reply = (await ask(self.target, "spans", self._cursors[rank], [rank], QUERY_TIMEOUT_SECONDS)).get(rank, {})
-        if "next" not in reply:
-            self._warn(rank, str(reply.get("error", "no reply")))
-            return False
-        self._problems.pop(rank, None)
-        if reply["data"]:
-            self._write(rank, reply)
-        self._cursors[rank] = {"file": reply["file"], "offset": reply["next"]}
-        return bool(reply["more"] and reply["data"])
-
-    def _write(self, rank: str, reply: Reply) -> None:
-        path = self.folder / f"{rank}-{Path(reply['file']).stem}{records.SUFFIX}"
-        with UsageError.wrap(f"{self.folder}: cannot be written", OSError), path.open("a") as file:
-            if not file.tell() and reply["offset"]:  # from the middle of a file on, which begins with its process
-                file.write(json.dumps(["process", reply["process"]]) + "\n")
-            file.write(reply["data"])
-
-    def _warn(self, rank: str, problem: str) -> None:
-        self._problems[rank] = problem
+    end = time.monotonic() + seconds + FLUSH_SECONDS
+    with UsageError.wrap(f"{folder}: cannot be written", OSError):
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, max(PERIOD_SECONDS, len(copies) / MAX_REQUESTS_PER_SECOND)))
+            await asyncio.gather(*map(copy, copies))
+    for rank, problem in problems.items():
+        console.print(f"rolecall: {rank}: {problem}")

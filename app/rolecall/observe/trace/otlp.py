@@ -6,6 +6,7 @@ semantic conventions for remote procedure calls. Times are those of each rank's 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -53,15 +54,17 @@ class Exporter:
         self._processor = BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=MAX_QUEUED_SPANS)
         self._resources: dict[Process, Resource] = {}
 
-    def export_lines(self, process: dict[str, Any], lines: str) -> None:
-        """Queues the spans in these lines of a file; `process` has the values of its first line."""
-        try:
-            one = records.process_of(process)
-        except ValueError as error:
-            logging.getLogger("opentelemetry").warning("the records of a rank name no process: %s", error)
-            return
-        for span in records.spans_of(lines.splitlines()):
-            self._processor.on_end(self._translate(one, span))
+    def export_lines(self, first: str, lines: str) -> None:
+        """Queues the spans in these lines of a file; `first` is its first line, which names the process. Damaged lines
+        are left out."""
+        process: Process | None = None
+        for text in (first, *lines.splitlines()):
+            with contextlib.suppress(ValueError):
+                record = records.parse(text)
+                if isinstance(record, Process):
+                    process = record
+                elif isinstance(record, SpanRecord) and process:
+                    self._processor.on_end(self._translate(process, record))
 
     def close(self) -> None:
         """Sends the rest, for `CLOSE_SECONDS` at most."""

@@ -7,7 +7,6 @@ otherwise the rank is idle.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -17,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rolecall.observe.trace.calls import Calls
+from rolecall.observe.trace.calls import Calls, Parts
 from rolecall.record.records import Process, Recording, SpanRecord
 
 Activity = Literal["computing", "handling", "waiting", "all-reduce", "checkpoint", "evaluating", "other", "idle"]
@@ -30,25 +29,20 @@ PHASES: dict[str, Activity] = {
     **dict.fromkeys((*COLLECTIVES, "scatter"), "all-reduce"),
 }
 STEP, WAIT = "step", "wait"
+PARTS = ("network", "queueing", "handler", "an answer to come")  # of a call, as `Parts` has them
 # of activities at the same time the greatest counts; phases have a greater one
 PRIORITIES: dict[Activity, int] = {"computing": 0, "idle": 1, "waiting": 2, "handling": 3}
-Interval = tuple[int, int, Activity]  # from and to, in ns of the reference's clock
+Interval = tuple[int, int, Activity]  # from and to, in ns
 
 
 @dataclass
 class CallTimes:
-    """The calls of one method from a rank to another: how many, and the sums of their times in ns. Of those whose other
-    side was recorded: network, queueing, handler, and the time from an asynchronous handler's return to its answer."""
+    """The calls of one method from a rank to another: how many, and the sums of their times in ns. `parts` are of those
+    whose other side was recorded."""
 
     count: int = 0
     total: int = 0
-    network: int = 0
-    queueing: int = 0
-    handler: int = 0
-    held: int = 0
-
-
-PARTS = {"network": "network", "queueing": "queueing", "handler": "handler", "held": "an answer to come"}
+    parts: Parts = field(default_factory=Parts)
 
 
 @dataclass
@@ -72,7 +66,7 @@ class Summary:
 
     def _add(self, recordings: list[Recording]) -> None:
         """Adds a generation."""
-        spans = {one.process: self._aligned(one) for one in recordings}
+        spans = {one.process: [*one] for one in recordings}
         every = [span for some in spans.values() for span in some]
         if not every:
             return
@@ -96,31 +90,12 @@ class Summary:
                 if span.kind == "client" and span.start_ns < end and span.end_ns > start:
                     self._add_call(rank, process, span)
 
-    def _aligned(self, recording: Recording) -> list[SpanRecord]:
-        """The spans, by the reference's clock."""
-        align = self.calls.clocks.aligner(recording.process)
-        return [
-            dataclasses.replace(
-                span,
-                start_ns=align(span.start_ns),
-                end_ns=align(span.end_ns),
-                attributes={
-                    name: align(value) if name.endswith("_ns") and isinstance(value, int) else value
-                    for name, value in span.attributes.items()
-                },
-            )
-            for span in recording
-        ]
-
     def _add_call(self, rank: RankTimes, process: Process, span: SpanRecord) -> None:
         times = rank.calls[str(span.attributes.get("to", "?")), span.name]
         times.count += 1
         times.total += span.end_ns - span.start_ns
         if parts := self.calls.parts(process, span):
-            times.network += parts.network
-            times.queueing += parts.queueing
-            times.handler += parts.handler
-            times.held += parts.held
+            times.parts = Parts(*map(sum, zip(times.parts, parts, strict=True)))
 
     def render(self) -> RenderableType:
         """The tables, for a terminal."""
@@ -132,7 +107,7 @@ class Summary:
         parts: list[RenderableType] = [Text(head, style="bold"), self._activities()]
         if any(rank.calls for rank in self.ranks.values()):
             parts += [Text("\ncalls, and the parts of their time", style="bold"), self._calls()]
-        clocks = sorted({str(one) for one in self.calls.clocks.alignments() if one.method != "reference"})
+        clocks = self.calls.trace.clocks()
         parts += [Text("\nclocks\n" + "\n".join(clocks), style="dim")] if clocks else []
         return Group(*parts)
 
@@ -144,10 +119,10 @@ class Summary:
         return table
 
     def _calls(self) -> Table:
-        table = _table("rank", "calls", "number", "ms each", *PARTS.values())
+        table = _table("rank", "calls", "number", "ms each", *PARTS)
         for name, rank in self.ranks.items():
             for (to, method), times in sorted(rank.calls.items(), key=lambda one: -one[1].total):
-                shares = (_percent(getattr(times, part), times.total) for part in PARTS)
+                shares = (_percent(part, times.total) for part in times.parts)
                 each = f"{times.total / times.count / 1e6:,.1f}"
                 table.add_row(name, f"{method} at {to}", f"{times.count:,}", each, *shares)
         return table

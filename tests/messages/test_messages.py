@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ PACKETS: list[tuple[Any, list[Any]]] = [  # the types that a reader decodes, and
             worker.Attach(PART),
             worker.Update(PART),
             worker.Detach(),
-            worker.RecordTrace(Path("/tmp/trace"), None),
+            worker.RecordTrace("/tmp/trace", None),
             worker.End(),
         ],
     ),

@@ -140,7 +140,7 @@ def test_a_member_replies_to_each_query_once() -> None:
             "1": 8.0,
             "2": {"error": "the disk is gone"},
             "3": {"error": "has no reply after 0.1 s"},
-            "4": {"error": "no message can hold it: object is not supported"},
+            "4": {"error": "no message can hold it: Encoding objects of type object is unsupported"},
             "5": {"error": "cannot read the query 'unheard'; run the same version in every rank"},
             "6": {"error": "cannot read the query 'crashed'; run the same version in every rank"},
         }

@@ -212,7 +212,7 @@ ORDERS: list[messages.ToWorker] = [
     messages.Attach(ATTACHMENT),
     messages.Update(ATTACHMENT),
     messages.Detach(),
-    messages.RecordTrace(Path("/tmp/trace"), None),
+    messages.RecordTrace("/tmp/trace", None),
     messages.End(),
 ]
 

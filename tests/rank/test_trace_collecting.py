@@ -190,7 +190,7 @@ def test_a_rank_whose_setting_is_off_records_for_rank_0_that_collects(rank: Rank
     rank.worker = Worker(4, traced=False)
     for _ in range(2):
         Gang(tmp_path, rank).collect()
-    assert rank.worker.sent == [RecordTrace(rank.directory / file_name(4), None)]
+    assert rank.worker.sent == [RecordTrace(str(rank.directory / file_name(4)), None)]
 
 
 def test_some_members_are_asked_at_a_time_and_one_that_cannot_reply_is_left_out(
@@ -220,13 +220,13 @@ def test_a_recording_begins_where_the_workers_file_ends(rank: Rank, tmp_path: Pa
         assert rank.recordings.start(10) == {}  # before the first worker
         rank.worker = worker = Worker(4, traced=False)
         assert rank.reply({})["data"] == ""
-        assert worker.sent[0].path == rank.directory / file_name(4)
+        assert worker.sent[0].path == str(rank.directory / file_name(4))
         path = rank.begin(4)
         add(path, "a")
         size = path.stat().st_size
         have = rank.recordings.start(20)
         assert have == {path.name: size}
-        assert worker.sent[1:] == [RecordTrace(path, 20)]
+        assert worker.sent[1:] == [RecordTrace(str(path), 20)]
         add(path, "b")
         copies = TraceCopies(tmp_path / "copies", "ps_0", have)
         copies.add(rank.reply(copies.have))

@@ -4,12 +4,15 @@ a message, and checks its size and types."""
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 MAX_BYTES = 2**24  # of a message, unless its reader says another bound; a worker's `Result` has about 50,000 bytes
+
+
+_binary, _text = functools.cache(msgspec.msgpack.Decoder), functools.cache(msgspec.json.Decoder)
 
 
 class MessageError(ValueError):
@@ -18,7 +21,7 @@ class MessageError(ValueError):
 
 def encode(message: Any) -> bytes:
     """`message` as MessagePack. Raises MessageError for a value that no message can hold."""
-    return _encode(_BINARY, message)
+    return _encode(msgspec.msgpack.encode, message)
 
 
 def decode(kind: Any, data: bytes, limit: int = MAX_BYTES) -> Any:
@@ -29,7 +32,7 @@ def decode(kind: Any, data: bytes, limit: int = MAX_BYTES) -> Any:
 
 def encode_line(message: Any) -> bytes:
     """`message` as a line of JSON, in which NaN and infinity are null. Raises MessageError as `encode` does."""
-    return _encode(_TEXT, message) + b"\n"
+    return _encode(msgspec.json.encode, message) + b"\n"
 
 
 def decode_line(kind: Any, line: bytes, limit: int = MAX_BYTES) -> Any:
@@ -45,12 +48,12 @@ def convert(kind: Any, values: Any) -> Any:
         raise MessageError(str(error)) from None
 
 
-def _encode(encoder: msgspec.msgpack.Encoder | msgspec.json.Encoder, message: Any) -> bytes:
+def _encode(write: Callable[[Any], bytes], message: Any) -> bytes:
     try:
         try:
-            return encoder.encode(message)
+            return write(message)
         except UnicodeEncodeError:  # a name of a file that is no text, in a traceback
-            return encoder.encode(_as_text(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_plain)))
+            return write(_as_text(msgspec.to_builtins(message, builtin_types=(bytes,))))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise MessageError(f"no message can hold it: {error}") from error
 
@@ -64,28 +67,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any] | msgspec.json.Decoder[Any], d
         raise MessageError(f"no message that this version knows: {error}") from None
 
 
-@functools.cache
-def _binary(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, dec_hook=_special)
-
-
-@functools.cache
-def _text(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind, dec_hook=_special)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} is not supported")
-
-
-def _special(kind: type, value: Any) -> Any:
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    raise ValueError(f"{kind.__name__} expected")
-
-
 def _as_text(value: Any) -> Any:
     """`value` with a question mark for each half of a surrogate pair, which is no text."""
     match value:
@@ -96,6 +77,3 @@ def _as_text(value: Any) -> Any:
         case list() | tuple():
             return [_as_text(each) for each in value]
     return value
-
-
-_BINARY, _TEXT = msgspec.msgpack.Encoder(enc_hook=_plain), msgspec.json.Encoder(enc_hook=_plain)

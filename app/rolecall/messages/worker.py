@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
@@ -108,7 +107,7 @@ class Detach(Struct, frozen=True, tag="detach"):
 class RecordTrace(Struct, frozen=True, tag="record trace"):
     """Record a trace to `path` for `seconds`, or until the process ends."""
 
-    path: Path
+    path: str
     seconds: float | None
 
 

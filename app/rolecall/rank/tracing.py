@@ -40,7 +40,7 @@ class Recordings:
         if worker and worker.state == "running" and not worker.task.check and (again or not worker.traced):
             worker.traced = True
             path = self.directory / file_name(worker.generation, worker.join)
-            worker.send(RecordTrace(path, None if math.isinf(seconds) else seconds))
+            worker.send(RecordTrace(str(path), None if math.isinf(seconds) else seconds))
 
     def read(self, have: dict[str, int], collect: bool = False) -> Chunk:
         """See `queries.ReadTrace`."""

@@ -130,7 +130,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     if settings.trace and task.directory:
         part = (attachment.generation, attachment.me.join) if attachment else (0, 0)
         path = task.directory / file_name(*part)
-        pipe.record_trace(RecordTrace(path, None), attachment)
+        pipe.record_trace(RecordTrace(str(path), None), attachment)
     context = Context(
         settings=settings,
         attachment=attachment,

@@ -203,5 +203,5 @@ class WorkerEnd(Supervision):
         if attachment:
             me, generation = attachment.me, attachment.generation
         about = {"job": job, "role": me.role, "ordinal": me.ordinal, "rank": me.rank, "generation": generation}
-        recorder.start(order.path, about, order.seconds)
+        recorder.start(Path(order.path), about, order.seconds)
         tracing.watch_collectives()

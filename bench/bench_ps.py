@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bench import command, ddp_ps, launch, local_ps, rolecall_ps, tutorial_ps
 from bench.display import Display
-from bench.results_ps import BARRED, CANDIDATES, ENDS, TRAINERS, Measured, tables
+from bench.results_ps import BARRED, CANDIDATES, ENDS, MODES, TRAINERS, Measured, tables
 from rolecall import config
 from rolecall.jobs.ps import PsSettings, model
 
@@ -34,7 +34,7 @@ class Bench:
         self.rounds = rounds
         self.measured = Measured(parameters=sum(p.numel() for p in model.build(config.load(PsSettings)).parameters()))
         self.accuracy_trainers = (TRAINERS,) if quick else ACCURACY_TRAINERS
-        steps = rounds * (2 * len(CANDIDATES) + 3 * len(BARRED) + 2) + 1 + len(ENDS) * len(self.accuracy_trainers)
+        steps = rounds * (2 * len(CANDIDATES) + 3 * len(BARRED) + 2) + 1 + sum(map(len, map(self._trainers, ENDS)))
         self._display = Display(steps, console, self.measured.busy_percent)
 
     def run(self) -> Measured:
@@ -46,7 +46,7 @@ class Bench:
                                partial(setattr, self.measured, "pass_seconds"),
                                lambda value: f"{1000 * value:.2f} ms")  # fmt: skip
             for mode in ENDS:
-                for trainers in self.accuracy_trainers:
+                for trainers in self._trainers(mode):
                     self._accuracy(mode, trainers)
         return self.measured
 
@@ -78,6 +78,10 @@ class Bench:
         local()
         self._display.step("one process, memory kept" + name, lambda on: local_ps.samples_per_s(kept=True),
                            measured.local_kept.append, rate)  # fmt: skip
+
+    def _trainers(self, mode: str) -> tuple[int, ...]:
+        """Whose accuracy is measured: with local steps, that of documented settings for as many."""
+        return self.accuracy_trainers if mode in MODES else (TRAINERS,)
 
     def _accuracy(self, mode: str, trainers: int) -> None:
         self._display.step(

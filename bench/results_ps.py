@@ -180,7 +180,7 @@ def tables(measured: Measured) -> list[Table]:
     counts = list(next(iter(measured.accuracy.values())))
     accuracy = command.table("trainers:", *map(str, counts), title="Test accuracy on the digits")
     for mode, ends in measured.accuracy.items():
-        accuracy.add_row(mode, *(f"{run.accuracy:.2%}" for run in ends.values()))
+        accuracy.add_row(mode, *(f"{ends[count].accuracy:.2%}" if count in ends else "" for count in counts))
     step = command.table("a step of UPDATE_MODE=sync", "", title="What a step costs")
     for what, seconds in (
         ("all of it", measured.step_seconds),

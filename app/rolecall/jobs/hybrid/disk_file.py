@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import tempfile
@@ -24,15 +23,15 @@ from rolecall.jobs.hybrid.disk_reads import (
     write_fully,
 )
 
-BLOCK, USUAL_BLOCK = 512, 4096  # bytes that disks read and write at least, and those that none refuses
-STATX_DIOALIGN, AT_EMPTY_PATH = 0x2000, 0x1000  # Linux's stat.h and fcntl.h
+BLOCK = 4096  # bytes that are read and written at least; a disk that refuses them goes through the page cache
 READERS = 2  # that read at the same time, such as a step and a checkpoint; others wait
 PATIENCE = 120.0  # seconds that another waits for them
 
 
 class RecordFile:
     """Records of `width` float32, and blocks of bytes, in a file without a name: it disappears with its process. Both
-    bypass the page cache if the file system can do that, because the page cache counts as memory.
+    bypass the page cache if the file system can do that, because the page cache counts as memory. (A memory map of the
+    rows made less than half of the steps a second: each row that comes or goes is a page of the page cache.)
 
     `stride` is the bytes of a record: it begins with a block, or shares one with others. Raises UsageError if
     `directory` cannot hold a file.
@@ -45,16 +44,16 @@ class RecordFile:
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise self._unusable(error) from error
-        self._direct, self.block = _open_directly(self._file.fileno())
+        self._direct = _open_directly(self._file.fileno())
         size = max(4, 4 * width)
-        self.stride = 1 << (size - 1).bit_length() if size <= self.block else -(-size // self.block) * self.block
-        self._shared = max(1, self.block // self.stride)  # records of a block
+        self.stride = 1 << (size - 1).bit_length() if size <= BLOCK else -(-size // BLOCK) * BLOCK
+        self._shared = max(1, BLOCK // self.stride)  # records of a block
         self._readers: queue.SimpleQueue[Reads] = queue.SimpleQueue()
         for _ in range(READERS):
             self._readers.put(self._reader())
 
     def _reader(self) -> Reads:
-        size = max(self.block, self.stride)
+        size = max(BLOCK, self.stride)
         if self._direct is None:
             return ThreadReads(self._file.fileno(), size)
         try:
@@ -97,8 +96,8 @@ class RecordFile:
         return data.view(torch.float32).view(end - begin, self.stride // 4)[:, : self.width]
 
     def read_bytes(self, offset: int, size: int) -> Tensor:
-        """The bytes [size] uint8 at `offset`, a multiple of `block`. Raises OSError."""
-        data = aligned(max(self.block, -(-size // self.block) * self.block))
+        """The bytes [size] uint8 at `offset`, a multiple of BLOCK. Raises OSError."""
+        data = aligned(max(BLOCK, -(-size // BLOCK) * BLOCK))
         read_fully(self._any, bytes_of(data), offset)
         return data[:size]
 
@@ -109,8 +108,8 @@ class RecordFile:
         self.write_bytes(begin * self.stride, data.view(-1).view(torch.uint8))
 
     def write_bytes(self, offset: int, data: Tensor) -> None:
-        """Writes `data` [n] uint8, padded with zeros, at `offset`, a multiple of `block`. Raises OSError."""
-        blocks = aligned(-(-len(data) // self.block) * self.block)
+        """Writes `data` [n] uint8, padded with zeros, at `offset`, a multiple of BLOCK. Raises OSError."""
+        blocks = aligned(-(-len(data) // BLOCK) * BLOCK)
         blocks[: len(data)] = data
         write_fully(self._any, bytes_of(blocks), offset)
         if self._direct is None:  # unwritten pages count as memory, whose limit could end the process
@@ -137,26 +136,15 @@ class RecordFile:
         self._file.close()
 
 
-def _open_directly(file: int) -> tuple[int | None, int]:
-    """The file opened without the page cache, and the bytes of a block; None if its file system cannot do that."""
+def _open_directly(file: int) -> int | None:
+    """The file opened without the page cache; None if its file system cannot do that."""
     try:
         direct = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_DIRECT)
     except (OSError, AttributeError):  # without O_DIRECT: another system
-        return None, BLOCK
-    block = max(BLOCK, _alignment(direct))
+        return None
     try:
-        write_fully(direct, bytes_of(aligned(block)), 0)
-        return direct, block
+        write_fully(direct, bytes_of(aligned(BLOCK)), 0)
+        return direct
     except OSError:
         os.close(direct)
-        return None, BLOCK
-
-
-def _alignment(file: int) -> int:
-    """Bytes of a block, as the file system says, which may take the page cache for less; Linux 6.1 and newer know."""
-    statx, answer = getattr(ctypes.CDLL(None), "statx", None), bytearray(256)
-    buffer = (ctypes.c_char * len(answer)).from_buffer(answer)
-    if statx is None or statx(file, b"", AT_EMPTY_PATH, STATX_DIOALIGN, buffer):
-        return USUAL_BLOCK
-    mask, offset_alignment = int.from_bytes(answer[:4], "little"), int.from_bytes(answer[0x9C:0xA0], "little")
-    return offset_alignment if mask & STATX_DIOALIGN and offset_alignment else USUAL_BLOCK
+        return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rolecall import UsageError
-from rolecall.jobs.hybrid.disk_file import RecordFile
+from rolecall.jobs.hybrid.disk_file import BLOCK, RecordFile
 
 SEGMENT_BYTES = 2**20
 SEGMENTS = 16  # that a small table has at least
@@ -42,7 +42,7 @@ class Scratch:
                 f"NUM_EMBEDDINGS: {rows} rows of a server are too many for a table past memory, which has "
                 f"{ROOM:g} records a row, {MOST_RECORDS} at most; set more SERVERS"
             )
-        self._owner_bytes = -(-4 * self.segment // self.file.block) * self.file.block
+        self._owner_bytes = -(-4 * self.segment // BLOCK) * BLOCK
         self.file.reserve(self.segments * (self.segment * self.file.stride + self._owner_bytes))
         self.live = torch.zeros(self.segments, dtype=torch.int32)  # records that count, by segment
         self.uses = torch.zeros(self.segments, dtype=torch.int32)  # by segment: how often it was begun

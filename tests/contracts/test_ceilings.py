@@ -1,0 +1,86 @@
+"""The rooms' ceilings: what carries a feature grows by itself, and is kept small by a number that a change must lower
+elsewhere, or raise with a reason. Lines are taken away with parts, not by squeezing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not given to the next change
+
+# lines of Python in each folder; a comment says why one was raised
+ROOMS = {
+    "rolecall": 2010,
+    "rolecall/checkpoint": 2270,
+    "rolecall/context": 3080,
+    "rolecall/declare": 1530,
+    "rolecall/export": 970,
+    "rolecall/gang": 1990,
+    "rolecall/jobs": 90,
+    "rolecall/jobs/hybrid": 3160,
+    "rolecall/jobs/ps": 2730,
+    "rolecall/jobs/rl": 4560,
+    "rolecall/jobs/rnn": 1100,
+    "rolecall/jobs/script": 190,
+    "rolecall/launch": 2600,
+    "rolecall/observe": 660,
+    "rolecall/observe/doctor": 1110,
+    "rolecall/observe/page": 600,
+    "rolecall/observe/sinks": 770,
+    "rolecall/observe/stacks": 470,
+    "rolecall/observe/trace": 820,
+    "rolecall/rank": 5540,
+    "rolecall/record": 1520,
+    "rolecall/torch_rpc": 1130,
+    "rolecall/tunnel": 1990,
+    "rolecall/weights": 970,
+    "rolecall/wire": 3050,
+}
+# lines of Python; words of Markdown in docs
+TOTALS = {"tests": 53140, "bench": 9120, "tools": 2030, "docs": 47000}
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def rooms() -> dict[str, int]:
+    """The lines of each folder's own files."""
+    counts: dict[str, int] = {}
+    for path in (ROOT / "app" / "rolecall").rglob("*.py"):
+        room = str(path.parent.relative_to(ROOT / "app"))
+        counts[room] = counts.get(room, 0) + lines(path)
+    return counts
+
+
+def totals() -> dict[str, int]:
+    counts = {name: sum(map(lines, (ROOT / name).rglob("*.py"))) for name in TOTALS if name != "docs"}
+    return counts | {"docs": sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md"))}
+
+
+def problems(counts: dict[str, int], ceilings: dict[str, int]) -> list[str]:
+    """What is wrong with `counts`, a line each."""
+    wrong = [f"{name} has no ceiling" for name in counts.keys() - ceilings.keys()]
+    wrong += [f"{name} has a ceiling and is not there" for name in ceilings.keys() - counts.keys()]
+    for name in counts.keys() & ceilings.keys():
+        count, ceiling = counts[name], ceilings[name]
+        if count > ceiling:
+            wrong.append(f"{name} has {count:,}, {count - ceiling} over its ceiling of {ceiling:,}: take parts away")
+        elif count < ceiling - MOST_ROOM:
+            wrong.append(f"{name} has {count:,}: lower its ceiling of {ceiling:,}")
+    return sorted(wrong)
+
+
+def test_rooms_stay_below_their_ceilings() -> None:
+    assert problems(rooms(), ROOMS) == []
+    assert problems(totals(), TOTALS) == []
+
+
+def test_what_is_over_its_ceiling_far_below_it_or_without_one_is_named() -> None:
+    ceilings = {"a": 500, "b": 500, "c": 500, "d": 500}
+    assert problems({"a": 500, "b": 501, "c": 399, "e": 1}, ceilings) == [
+        "b has 501, 1 over its ceiling of 500: take parts away",
+        "c has 399: lower its ceiling of 500",
+        "d has a ceiling and is not there",
+        "e has no ceiling",
+    ]

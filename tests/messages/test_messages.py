@@ -28,103 +28,81 @@ HEARTBEAT = Heartbeat("agent", 0, "x", 4, node="node", epoch=3, worker=ENDED, le
 ORDER = Directive("run", 1, 7, 2, drain=True, reason="why", role="agent", joined=(Join("b", 1, 1),))
 RANKS = (control.ListedRank("agent", 0, 7, "up"), control.ListedRank("observer", 1, 0, "down", "host"))
 WANTED = tunnel.Destination("agent_0", "host", 29400, "wire")
-PACKETS: list[tuple[Any, list[Any]]] = [  # the types that a reader decodes, and messages
-    (
-        Beat,
-        [
-            Beat("x", 4, since=3, known="lead:7", listed="lead:2"),
-            Beat("x", 4, heartbeat=Heartbeat("", None, "x", 4, settings={"lease": 6.0})),
-            Beat("x", 4, heartbeat=HEARTBEAT),
-        ],
-    ),
-    (
-        Answer,
-        [
-            Answer(),
-            Answer(again=True, queries=(Query("7", "trace", {"seconds": 2.0}),)),
-            Answer("lead", ORDER, (("agent", ((0, 2), (5, 5))),), (("b", ((1, 1),)),)),
-            Answer("lead", Directive("failed", 0, 7, code=3, role="agent")),
-        ],
-    ),
-    (
-        FromWorker,
-        [
-            worker.Report(3, "saving", (RECORD,), (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)),
-            worker.Records((RECORD, RECORD)),
-            worker.Loaded(),
-            worker.Connected(3, 1),
-            worker.Detached(3, 1, "rank 0 is gone"),
-            worker.PeerLost(OTHER, replace=True),
-            worker.DrainRefused("no space"),
-            worker.Stuck("has been loading", "in main"),
-            worker.Result("failed", "x" * 100_000 + "\n", 7, {"a": [1.5, math.inf], "b": None}),
-        ],
-    ),
-    (
-        ToWorker,
-        [
-            worker.Drain(),
-            worker.Attach(PART),
-            worker.Update(PART),
-            worker.Detach(),
-            worker.RecordTrace("/tmp/trace", None),
-            worker.End(),
-        ],
-    ),
-    (tunnel.Place, [tunnel.Place("agent_0")]),
-    (tunnel.Figures, [tunnel.Figures(3, 2**40, {"closed": 2})]),
-    (
-        tunnel.Request,
-        [
-            tunnel.Announce(29400),
-            tunnel.Reach(WANTED, 3, 5),
-            tunnel.GetCertificate(),
-            tunnel.GetTicket(WANTED),
-            tunnel.Receive("wire"),
-        ],
-    ),
-    (
-        tunnel.Answer,
-        [
-            tunnel.Answer(service="wire"),
-            tunnel.Answer(port=7),
-            tunnel.Answer(certificate=tunnel.Certificate("a", "b", False)),
-            tunnel.Answer(problem="it is gone"),
-        ],
-    ),
-    (sinks.ToSink, [sinks.Open({"title": "rl"}), sinks.Write([["point", "loss", 1, 2.0, math.inf]])]),
-    (sinks.ToSink, [sinks.End("finished", {"score": 1.0}), sinks.End("stopped", None)]),
-]
-LINES: list[tuple[Any, list[Any]]] = [
-    (
-        hosts.ToHost,
-        [
-            hosts.Files({"job.py": b"\0\xff"}),
-            hosts.Start("agent 0", {"JOB_TOKEN": "a secret"}, alone=True),
-            hosts.Drain("agent 0"),
-            hosts.Kill("agent 0"),
-            hosts.KillPart("agent 0", "worker"),
-            hosts.Alive(),
-        ],
-    ),
-    (
-        hosts.FromHost,
-        [
-            hosts.Ready("0.2.0", 1, 2, "3.11.4", "2.13.0"),
-            hosts.Started("agent 0", 7),
-            hosts.Output("agent 0", b"\xff\n"),
-            hosts.PartKilled("agent 0", "worker", hosts.Killed(("worker 7",), ("worker",))),
-            hosts.Ended("agent 0", -9),
-        ],
-    ),
-    (control.Request, [control.ListRanks(), control.ScaleRole("observer", 3), control.KillRank("observer", 1, "")]),
-    (control.Reply, [control.Reply(RANKS), control.Reply(done="killed"), control.Reply(error="no such role")]),
-    (queries.Reply, [queries.Reply("7", {"a": [1, None]}), queries.Reply("7", {"error": "why"})]),
-    (queries.Ask, [queries.Ask("stacks"), queries.Ask("trace", {"seconds": 2.0}, ["agent_0"], 30.0)]),
-]
-CODECS = [(kind, sent, encode, decode) for kind, sent in PACKETS] + [
-    (kind, sent, encode_line, decode_line) for kind, sent in LINES
-]
+PACKETS: dict[Any, list[Any]] = {  # the types that a reader decodes, and messages
+    Beat: [
+        Beat("x", 4, since=3, known="lead:7", listed="lead:2"),
+        Beat("x", 4, heartbeat=Heartbeat("", None, "x", 4, settings={"lease": 6.0})),
+        Beat("x", 4, heartbeat=HEARTBEAT),
+    ],
+    Answer: [
+        Answer(),
+        Answer(again=True, queries=(Query("7", "trace", {"seconds": 2.0}),)),
+        Answer("lead", ORDER, (("agent", ((0, 2), (5, 5))),), (("b", ((1, 1),)),)),
+        Answer("lead", Directive("failed", 0, 7, code=3, role="agent")),
+    ],
+    FromWorker: [
+        worker.Report(3, "saving", (RECORD,), (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)),
+        worker.Records((RECORD, RECORD)),
+        worker.Loaded(),
+        worker.Connected(3, 1),
+        worker.Detached(3, 1, "rank 0 is gone"),
+        worker.PeerLost(OTHER, replace=True),
+        worker.DrainRefused("no space"),
+        worker.Stuck("has been loading", "in main"),
+        worker.Result("failed", "x" * 100_000 + "\n", 7, {"a": [1.5, math.inf], "b": None}),
+    ],
+    ToWorker: [
+        worker.Drain(),
+        worker.Attach(PART),
+        worker.Update(PART),
+        worker.Detach(),
+        worker.RecordTrace("/tmp/trace", None),
+        worker.End(),
+    ],
+    tunnel.Place: [tunnel.Place("agent_0")],
+    tunnel.Figures: [tunnel.Figures(3, 2**40, {"closed": 2})],
+    tunnel.Request: [
+        tunnel.Announce(29400),
+        tunnel.Reach(WANTED, 3, 5),
+        tunnel.GetCertificate(),
+        tunnel.GetTicket(WANTED),
+        tunnel.Receive("wire"),
+    ],
+    tunnel.Answer: [
+        tunnel.Answer(service="wire"),
+        tunnel.Answer(port=7),
+        tunnel.Answer(certificate=tunnel.Certificate("a", "b", False)),
+        tunnel.Answer(problem="it is gone"),
+    ],
+    sinks.ToSink: [
+        sinks.Open({"title": "rl"}),
+        sinks.Write([["point", "loss", 1, math.inf]]),
+        sinks.End("stopped", None),
+    ],
+}
+LINES: dict[Any, list[Any]] = {
+    hosts.ToHost: [
+        hosts.Files({"job.py": b"\0\xff"}),
+        hosts.Start("agent 0", {"JOB_TOKEN": "a secret"}, alone=True),
+        hosts.Drain("agent 0"),
+        hosts.Kill("agent 0"),
+        hosts.KillPart("agent 0", "worker"),
+        hosts.Alive(),
+    ],
+    hosts.FromHost: [
+        hosts.Ready("0.2.0", 1, 2, "3.11.4", "2.13.0"),
+        hosts.Started("agent 0", 7),
+        hosts.Output("agent 0", b"\xff\n"),
+        hosts.PartKilled("agent 0", "worker", hosts.Killed(("worker 7",), ("worker",))),
+        hosts.Ended("agent 0", -9),
+    ],
+    control.Request: [control.ListRanks(), control.ScaleRole("observer", 3), control.KillRank("observer", 1, "")],
+    control.Reply: [control.Reply(RANKS), control.Reply(done="killed"), control.Reply(error="no such role")],
+    queries.Reply: [queries.Reply("7", {"a": [1, None]}), queries.Reply("7", {"error": "why"})],
+    queries.Ask: [queries.Ask("stacks"), queries.Ask("trace", {"seconds": 2.0}, ["agent_0"], 30.0)],
+}
+CODECS = [(kind, sent, encode, decode) for kind, sent in PACKETS.items()]
+CODECS += [(kind, sent, encode_line, decode_line) for kind, sent in LINES.items()]
 every_codec = pytest.mark.parametrize(("kind", "sent", "write", "read"), CODECS)
 
 

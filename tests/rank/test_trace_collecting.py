@@ -238,7 +238,7 @@ def test_a_recording_begins_where_the_workers_file_ends(rank: Rank, tmp_path: Pa
         # a generation that begins meanwhile is recorded too
         rank.worker = Worker(5, traced=False)
         rank.reply(copies.have)
-        assert [sent.path for sent in rank.worker.sent] == [rank.directory / file_name(5)]
+        assert [sent.path for sent in rank.worker.sent] == [str(rank.directory / file_name(5))]
         add(rank.begin(5), "d")
         reply = rank.reply(copies.have)
         assert (reply["file"], reply["offset"]) == (file_name(5), 0)

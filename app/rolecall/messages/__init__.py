@@ -1,5 +1,4 @@
-"""Messages of the engine, each declared once, and the codec that all of them share. Heartbeats and answers, which the
-gang itself makes, are declared in gang/protocol.py.
+"""Messages. Heartbeats and answers, which the gang itself makes, are declared in gang/protocol.py; all share a codec.
 
 codec.py    Encodes and decodes every message, as MessagePack or as a line of JSON
 control.py  Requests to the control socket of `rolecall run`, and its replies

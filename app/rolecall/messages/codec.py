@@ -12,6 +12,7 @@ import msgspec
 MAX_BYTES = 2**24  # of a message, unless its reader says another bound; a worker's `Result` has about 50,000 bytes
 
 
+MAX_PROBLEM_CHARS = 200
 _binary, _text = functools.cache(msgspec.msgpack.Decoder), functools.cache(msgspec.json.Decoder)
 
 
@@ -42,10 +43,7 @@ def decode_line(kind: Any, line: bytes, limit: int = MAX_BYTES) -> Any:
 
 def convert(kind: Any, values: Any) -> Any:
     """The message of type `kind` whose fields are in `values`, of JSON's types. Raises MessageError."""
-    try:
-        return msgspec.convert(values, kind)
-    except (ValueError, RecursionError) as error:
-        raise MessageError(str(error)) from None
+    return decode(kind, encode(values))
 
 
 def _encode(write: Callable[[Any], bytes], message: Any) -> bytes:
@@ -64,7 +62,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any] | msgspec.json.Decoder[Any], d
     try:
         return decoder.decode(data)
     except (ValueError, RecursionError) as error:
-        raise MessageError(f"no message that this version knows: {error}") from None
+        problem = str(error)[:MAX_PROBLEM_CHARS].encode("unicode_escape").decode()  # it may repeat what was sent
+        raise MessageError(f"no message that this version knows: {problem}") from None
 
 
 def _as_text(value: Any) -> Any:

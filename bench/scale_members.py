@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from bench.scale_coordinator import FIRST, describe
 from rolecall.config import Settings
 from rolecall.gang.member import RETRY_SECONDS, Member
-from rolecall.gang.protocol import Directive, Heartbeat, Rules, WorkerState, WorkerStatus
-from rolecall.rank import messages
+from rolecall.gang.protocol import Answer, Directive, Heartbeat, Rules, WorkerState, WorkerStatus
+from rolecall.messages.codec import decode, encode
 from rolecall.rank.coordinator import PATH
 
 AT_ONCE = 100  # members that join at the same time
@@ -103,7 +103,7 @@ class Speaker:
         member, crowd = self.member, self.crowd
         beat, before = member.beat(self.worker), member.directive
         self.sent_at = sent_at = time.monotonic()
-        answer, self._changed = connection.post(messages.write_beat(beat)), asyncio.get_running_loop().create_future()
+        answer, self._changed = connection.post(encode(beat)), asyncio.get_running_loop().create_future()
         await asyncio.wait({answer, self._changed}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             return False  # the connection is closed, as the real link does, and the news goes out
@@ -112,7 +112,7 @@ class Speaker:
         crowd.whole += beat.heartbeat is not None
         crowd.slowest = max(crowd.slowest, now - sent_at)
         try:
-            taken = member.answered(beat, sent_at, messages.read_answer(answer.result()), now)
+            taken = member.answered(beat, sent_at, decode(Answer, answer.result()), now)
         except ConnectionError:
             taken = False
         if not taken:

@@ -32,6 +32,7 @@ ROOMS = (
     "gang",
     "record",
     "declare",
+    "messages",
     "tunnel",
     "wire",
     "checkpoint",

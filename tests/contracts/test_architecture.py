@@ -28,6 +28,7 @@ ROOMS = (
     "telemetry",
     "record",
     "declare",
+    "messages",
     "tunnel",
     "wire",
     "checkpoint",
@@ -49,7 +50,7 @@ ROOMS = (
 ROOT_IMPORTS = {"errors", "fields", "config", "telemetry", "declare", "checkpoint", "context", "torch_rpc", "wire"}
 ROOT_IMPORTS |= {"export"}
 PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"}
-PURE |= {"operator", "typing"}
+PURE |= {"msgspec", "operator", "typing"}
 PUBLIC = set(rolecall.__all__)
 SUPPORT = "rolecall.jobs.support"  # shared by the jobs; the only one of them that imports more than the public API
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

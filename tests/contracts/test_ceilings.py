@@ -22,14 +22,15 @@ ROOMS = {
     "rolecall/jobs/rl": 4560,
     "rolecall/jobs/rnn": 1100,
     "rolecall/jobs/script": 190,
-    "rolecall/launch": 2600,
+    "rolecall/launch": 2440,
+    "rolecall/messages": 590,  # the declarations and codecs of six rooms
     "rolecall/observe": 660,
     "rolecall/observe/doctor": 1110,
     "rolecall/observe/page": 600,
     "rolecall/observe/sinks": 770,
     "rolecall/observe/stacks": 470,
     "rolecall/observe/trace": 820,
-    "rolecall/rank": 5540,
+    "rolecall/rank": 5250,
     "rolecall/record": 1520,
     "rolecall/torch_rpc": 1130,
     "rolecall/tunnel": 1990,
@@ -37,7 +38,7 @@ ROOMS = {
     "rolecall/wire": 3050,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 53140, "bench": 9120, "tools": 2030, "docs": 47000}
+TOTALS = {"tests": 53290, "bench": 9120, "tools": 2030, "docs": 47000}
 
 
 def lines(path: Path) -> int:

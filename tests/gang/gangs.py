@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import (
@@ -24,7 +25,7 @@ RL = (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 2, 1, 4, True))
 PS = (RoleSpec("ps", 1, 1, 1, False), RoleSpec("trainer", 2, 2, 2, False))
 RULES = Rules(max_restarts=100, longest_pause=0.0)  # the restart budget has scripts of its own
 FIRST = "first"  # rank 0's incarnation
-WORKER_FIELDS = {each.name for each in fields(WorkerStatus)}
+WORKER_FIELDS = set(WorkerStatus.__struct_fields__)
 
 
 def changed(heartbeat: Heartbeat, **changes: Any) -> Heartbeat:

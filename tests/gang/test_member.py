@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rolecall.errors import FAILED, USAGE
 from rolecall.gang.member import Action, Member
 from rolecall.gang.protocol import DETACH, FENCE, Answer, Directive, Heartbeat, Join, LostPeer, Rules, WorkerStatus
-from rolecall.rank import messages
+from rolecall.messages.codec import encode
 from rolecall.rank.coordinator import MAX_BODY_BYTES
 
 RULES = Rules()
@@ -167,7 +167,7 @@ def test_worker_that_stays_leaves_its_generation_before_the_fence() -> None:
 
 
 def test_list_of_members_is_asked_for_when_it_has_grown() -> None:
-    member, two, three = make(), (("observer", "0-1"),), (("observer", "0-2"),)
+    member, two, three = make(), (("observer", ((0, 1),)),), (("observer", ((0, 2),)),)
     assert member.answered(member.beat(NONE), 0, Answer("lead", Directive("run", 0, 2, 1, listed=2), members=two), 0)
     later = Directive("run", 0, 3, 1, listed=2, lost=())
     assert member.answered(member.beat(NONE), 0, Answer("lead", later), 0)
@@ -356,7 +356,7 @@ def test_any_number_of_losses_fits_into_heartbeats(together: bool) -> None:
         worker = WorkerStatus(1, "running", lost_peers=losses[:number])
         while len(told) < number:
             beat = member.beat(worker)
-            assert len(messages.write_beat(beat)) < MAX_BODY_BYTES / 2
+            assert len(encode(beat)) < MAX_BODY_BYTES / 2
             assert beat.heartbeat is not None
             if len(told) == 1000:
                 member.failed(1.0)

@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 
-from rolecall.gang.compact import text_of
+from rolecall.gang.directives import text_of
 from rolecall.gang.protocol import Budget, Effect, Join, LostPeer, RejectedError, RoleSpec, Rules, Verdict, name_of
 from tests.gang.gangs import FakeMember, Play
 

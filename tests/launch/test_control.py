@@ -20,8 +20,10 @@ import pytest
 from rolecall import __main__
 from rolecall.errors import USAGE, UsageError
 from rolecall.launch import control
-from rolecall.launch.control import Control, ListedRank
-from rolecall.launch.here import Killed, LocalProcess
+from rolecall.launch.control import Control
+from rolecall.launch.here import LocalProcess
+from rolecall.messages.control import ListedRank
+from rolecall.messages.hosts import Killed
 from rolecall.observe import targets
 from rolecall.observe.targets import Address
 

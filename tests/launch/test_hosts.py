@@ -25,10 +25,11 @@ import pytest
 from rolecall import __main__, config, machine
 from rolecall.declare import flags, sources
 from rolecall.errors import USAGE, UsageError
-from rolecall.launch import host, host_messages, hosts, ssh
-from rolecall.launch.here import Here, Killed
+from rolecall.launch import host, hosts, ssh
+from rolecall.launch.here import Here
 from rolecall.launch.host import Connection, HostedProcess
-from rolecall.launch.host_messages import Files, Ready, ToHost
+from rolecall.messages.codec import decode_line
+from rolecall.messages.hosts import Files, FromHost, Killed, Ready, ToHost
 from tests.launch import fake_ssh
 from tests.ports import free_ports
 
@@ -192,7 +193,7 @@ def test_a_host_tells_its_versions_first_and_ends_if_nothing_comes(first: bytes,
         assert process.stdout is not None
         process.stdin.write(first)
         process.stdin.flush()
-        ready = [host_messages.read_from_host(line) for line in process.stdout if line.strip()]
+        ready = [decode_line(FromHost, line) for line in process.stdout if line.strip()]
         assert [
             (message.version, message.python, message.torch) for message in ready if isinstance(message, Ready)
         ] == [(config.__version__, platform.python_version(), metadata.version("torch"))]

@@ -21,9 +21,10 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.errors import UNSAVED, UsageError
-from rolecall.gang.protocol import Beat, Directive, Effect, Heartbeat
+from rolecall.gang.protocol import Answer, Beat, Directive, Effect, Heartbeat
 from rolecall.jobs.rl import RlSettings
-from rolecall.rank import coordinator, messages, run_files
+from rolecall.messages.codec import decode, encode
+from rolecall.rank import coordinator, run_files
 from rolecall.rank.coordinator import Coordinator
 from rolecall.record import rundir
 from rolecall.record.history import Record
@@ -174,9 +175,9 @@ async def train(lead: Coordinator) -> int:
                 epoch = directives[role].epoch if role in directives else 0
                 digest = lead.job.agreement(lead.settings).digest
                 heartbeat = Heartbeat(role, 0, incarnation, sequence, epoch=epoch, job=lead.job.identity, digest=digest)
-                beat = messages.write_beat(Beat(incarnation, sequence, heartbeat=heartbeat))
+                beat = encode(Beat(incarnation, sequence, heartbeat=heartbeat))
                 async with session.post(coordinator.PATH, data=beat) as response:
-                    answer = messages.read_answer(await response.read())
+                    answer = decode(Answer, await response.read())
                     assert answer.directive is not None
                     directives[role] = answer.directive
     number = directives["agent"].generation

@@ -20,9 +20,9 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.gang.protocol import Heartbeat, Key, WorkerStatus
+from rolecall.messages.queries import Question
 from rolecall.rank import site
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.queries import Question
 from rolecall.rank.site import Site
 from tests.ports import free_ports
 

@@ -14,11 +14,13 @@ import pytest
 
 from rolecall import telemetry
 from rolecall.gang.protocol import Query, RoleSpec, WorkerStatus
+from rolecall.messages.codec import encode_line
+from rolecall.messages.queries import Question
 from rolecall.observe.page import rates, state
 from rolecall.observe.page.rates import Rates, quantile
 from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.rank import stats
-from rolecall.rank.queries import Question, Replies
+from rolecall.rank.queries import Replies
 from rolecall.record import history
 from rolecall.record.history import History
 from tests.record import histories
@@ -361,7 +363,7 @@ metrics.value.labels("spoilt").set(float("nan"))
             return await stats.read(Workers(tmp_path), 0.0)  # type: ignore[arg-type]
 
         async def post(number: str, result: Any) -> None:
-            await answers.put(json.loads(json.dumps(result)))
+            await answers.put(json.loads(encode_line(result)))
 
         Replies(handle).take([Query("1", "stats")], post)
         return await asyncio.wait_for(answers.get(), 30)

@@ -16,11 +16,12 @@ from pydantic import SecretStr
 
 from rolecall.config import Settings
 from rolecall.errors import UsageError
-from rolecall.gang.compact import name_of_directive
+from rolecall.gang.directives import name_of_directive
 from rolecall.gang.protocol import Beat, Query
+from rolecall.messages.queries import Leave, Question, ReadStacks, ReadStats, StartTrace
 from rolecall.observe import ask, targets
 from rolecall.rank import endpoints, queries
-from rolecall.rank.queries import Leave, Queries, Question, ReadStacks, ReadStats, Replies, StartTrace
+from rolecall.rank.queries import Queries, Replies
 from rolecall.rank.signed_queries import SignedQueries
 from rolecall.tunnel.signatures import DeniedError, SignatureChecker, sign
 from tests.ports import free_ports
@@ -139,7 +140,7 @@ def test_a_member_replies_to_each_query_once() -> None:
             "1": 8.0,
             "2": {"error": "the disk is gone"},
             "3": {"error": "has no reply after 0.1 s"},
-            "4": {"error": "Object of type object is not JSON serializable"},
+            "4": {"error": "no message can hold it: Encoding objects of type object is unsupported"},
             "5": {"error": "cannot read the query 'unheard'; run the same version in every rank"},
             "6": {"error": "cannot read the query 'crashed'; run the same version in every rank"},
         }

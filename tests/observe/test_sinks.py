@@ -19,6 +19,8 @@ from structlog.typing import EventDict
 from rolecall.config import Settings
 from rolecall.declare.task import Attachment, Task
 from rolecall.errors import UsageError
+from rolecall.messages.codec import decode
+from rolecall.messages.worker import FromWorker, Records, Report
 from rolecall.observe.sinks import build as building
 from rolecall.observe.sinks import feed
 from rolecall.observe.sinks import points as curves
@@ -27,7 +29,6 @@ from rolecall.observe.sinks.feed import Feed
 from rolecall.observe.sinks.once import OnceSink, State
 from rolecall.observe.sinks.points import FULL_POINTS, MIN_SPACING, NAMED, Item, Point, Points
 from rolecall.rank import worker
-from rolecall.rank.pipe_messages import Records, Report, decode_from_worker
 from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import history
 from tests.context import contexts
@@ -190,7 +191,7 @@ def test_a_heartbeat_carries_named_values() -> None:
         pipe = WorkerEnd(theirs, Task("rl", Settings(), "agent", 0), None)
         pipe.value("depth", 3, 2)
         pipe.report()
-        report = decode_from_worker(ours.recv_bytes())
+        report = decode(FromWorker, ours.recv_bytes())
     assert isinstance(report, Report)
     assert [(record.kind, record.step, record.value) for record in report.records] == [(f"{NAMED}depth", 3, 2.0)]
     assert history.History().record([history.Record("start", 0, 1.0, 1.0), *report.records])[1:] == []
@@ -206,7 +207,7 @@ def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
         pipe.record("done", 3, 3.0)
         checkpoints.write(3, {}, {})
         assert ours.poll()
-        message = decode_from_worker(ours.recv_bytes())
+        message = decode(FromWorker, ours.recv_bytes())
         assert isinstance(message, Records)
         assert message.records[0][:2] == ("done", 3)
 

@@ -13,7 +13,8 @@ import pytest
 from rolecall.config import Settings
 from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.gang.protocol import Join, LostPeer, WorkerState, WorkerStatus
-from rolecall.rank import pipe_messages as messages
+from rolecall.messages import codec
+from rolecall.messages import worker as messages
 from rolecall.rank import worker_process
 from rolecall.rank.worker_process import WorkerProcess
 
@@ -37,7 +38,7 @@ class Standin:
 
     def send(self, *sent: messages.FromWorker) -> None:
         for message in sent:
-            self.connection.send_bytes(messages.encode(message))
+            self.connection.send_bytes(codec.encode(message))
 
     @property
     def part(self) -> tuple[int, int]:
@@ -59,7 +60,7 @@ class Standin:
         else:
             self.send(messages.Loaded())
         while True:
-            match messages.decode_to_worker(self.connection.recv_bytes()):
+            match codec.decode(messages.ToWorker, self.connection.recv_bytes()):
                 case messages.Attach(attachment):
                     self.attachment = attachment
                     self.attached()

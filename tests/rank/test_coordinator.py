@@ -16,10 +16,11 @@ from prometheus_client import CollectorRegistry
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
-from rolecall.gang.compact import name_of_directive
+from rolecall.gang.directives import name_of_directive
 from rolecall.gang.generation import Generation
 from rolecall.gang.protocol import Answer, Beat, Cause, Event, Heartbeat
-from rolecall.rank import coordinator, messages
+from rolecall.messages.codec import decode, encode
+from rolecall.rank import coordinator
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link
 from tests.ports import free_ports
@@ -43,9 +44,9 @@ async def serving(
         async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.port}") as session:
 
             async def post(beat: Beat) -> Answer:
-                async with session.post(coordinator.PATH, data=messages.write_beat(beat)) as response:
+                async with session.post(coordinator.PATH, data=encode(beat)) as response:
                     assert response.status == 200, await response.text()
-                    return messages.read_answer(await response.read())
+                    return decode(Answer, await response.read())
 
             yield lead, post
     finally:

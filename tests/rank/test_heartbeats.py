@@ -16,10 +16,11 @@ from rolecall.config import Settings
 from rolecall.errors import CRASHED
 from rolecall.gang.member import Member
 from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Query, WorkerStatus
+from rolecall.messages.queries import Question, StartTrace
 from rolecall.rank import coordinator, heartbeats
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.link import Link, UntrustedRank0Error
-from rolecall.rank.queries import Question, Replies, StartTrace
+from rolecall.rank.queries import Replies
 from rolecall.rank.worker_manager import WorkerManager
 
 NEWS = 30

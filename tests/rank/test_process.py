@@ -30,8 +30,9 @@ from rolecall.config import Settings
 from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.gang.protocol import WorkerStatus
 from rolecall.launch.here import LocalProcess
+from rolecall.messages import codec
+from rolecall.messages import worker as messages
 from rolecall.rank import descendants, fork_server, stack_dump, worker_process
-from rolecall.rank import pipe_messages as messages
 from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.files import FileWork
@@ -98,7 +99,7 @@ def starts_others(task: Task, connection: Any) -> None:
     daemon = subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!"])
     with subprocess.Popen(["sleep", "600"]) as child:
         connection.send_bytes(
-            messages.encode(messages.Result("finished", step=1, summary={"pids": [int(daemon), child.pid]}))
+            codec.encode(messages.Result("finished", step=1, summary={"pids": [int(daemon), child.pid]}))
         )
 
 
@@ -194,32 +195,16 @@ def pair() -> tuple[SupervisorEnd, Any]:
 
 RECORD = Record("score", 3, 1.5, math.inf)
 SENT: list[messages.FromWorker] = [
-    messages.Report(
-        3, "saving", (Record("score", 3, 1.5, math.inf),), (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)
-    ),
-    messages.Records((RECORD, RECORD)),
-    messages.Loaded(),
-    messages.Connected(3, 1),
-    messages.Detached(3, 1, "rank 0 is gone"),
-    messages.PeerLost(OTHER, replace=True),
-    messages.DrainRefused("no space"),
-    messages.Stuck("has been loading", "in main"),
+    messages.Report(3, "saving", (RECORD,), (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)),
     messages.Result("failed", "x" * 300_000 + "\n", 7, {"a": [1.5], "b": None}),
 ]
-ORDERS: list[messages.ToWorker] = [
-    messages.Drain(),
-    messages.Attach(ATTACHMENT),
-    messages.Update(ATTACHMENT),
-    messages.Detach(),
-    messages.RecordTrace(Path("/tmp/trace"), None),
-    messages.End(),
-]
+ORDERS: list[messages.ToWorker] = [messages.Drain(), messages.Attach(ATTACHMENT)]
 
 
 def test_messages_arrive_as_they_were_sent() -> None:
     pipe, theirs = pair()
     received = list[messages.FromWorker]()
-    sender = threading.Thread(target=lambda: [theirs.send_bytes(messages.encode(message)) for message in SENT])
+    sender = threading.Thread(target=lambda: [theirs.send_bytes(codec.encode(message)) for message in SENT])
     sender.start()
     while len(received) < len(SENT):
         received += pipe.receive()
@@ -228,7 +213,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
     assert list(pipe.receive()) == []
     for order in ORDERS:
         pipe.send(order)
-        assert messages.decode_to_worker(theirs.recv_bytes()) == order
+        assert codec.decode(messages.ToWorker, theirs.recv_bytes()) == order
     theirs.close()
     with pytest.raises(EOFError):
         list(pipe.receive())
@@ -236,7 +221,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
 
 def test_half_a_message_is_not_waited_for() -> None:
     pipe, theirs = pair()
-    theirs.send_bytes(messages.encode(SENT[0]))
+    theirs.send_bytes(codec.encode(SENT[0]))
     os.write(theirs.fileno(), struct.pack("!i", 1000) + b"half")
     assert list(pipe.receive()) == SENT[:1]
     assert list(pipe.receive()) == []
@@ -286,14 +271,14 @@ def test_worker_that_reads_nothing_does_not_block_the_sender() -> None:
 
 def stuck(task: Task, connection: Any) -> None:
     stack_dump.register(task.stacks)
-    connection.send_bytes(messages.encode(messages.Report(311)))
-    connection.send_bytes(messages.encode(messages.Stuck(STUCK, stack_dump.dump())))
+    connection.send_bytes(codec.encode(messages.Report(311)))
+    connection.send_bytes(codec.encode(messages.Stuck(STUCK, stack_dump.dump())))
     time.sleep(60)
 
 
 def holds_the_gil(task: Task, connection: Any) -> None:
     stack_dump.register(task.stacks)
-    connection.send_bytes(messages.encode(messages.Report(1)))
+    connection.send_bytes(codec.encode(messages.Report(1)))
     while True:  # the signal ends a sleep of C's
         ctypes.PyDLL(None).sleep(60)
 

@@ -15,6 +15,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare.registry import Identity
 from rolecall.gang.protocol import Answer, Directive, WorkerStatus
+from rolecall.messages.queries import Question
 from rolecall.rank import queries, tasks, worker_process
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.link import Link
@@ -49,7 +50,7 @@ def test_worker_leaves_its_generation_if_rank0_is_silent(
         """An answer of rank 0 to what was sent `ago` seconds ago."""
         member, now = supervisor.member, time.monotonic()
         directive = Directive("run", 1, 2, 1, role="observer", stays=stays, listed=2)
-        answer = Answer("rank 0", directive, members=(("agent", "0"), ("observer", "1")))
+        answer = Answer("rank 0", directive, members=(("agent", ((0, 0),)), ("observer", ((1, 1),))))
         assert member.answered(member.beat(supervisor.workers.status()), now - ago, answer, now)
 
     async def play() -> WorkerStatus:
@@ -84,7 +85,7 @@ def test_members_are_answered_while_rank0_checks_the_settings(monkeypatch: pytes
         checking.set()
         await checked.wait()
 
-    async def refuse(_: queries.Question) -> None:
+    async def refuse(_: Question) -> None:
         raise LookupError
 
     monkeypatch.setattr(WorkerManager, "check", check)

@@ -12,13 +12,13 @@ from typing import Any, cast
 import pytest
 
 from rolecall.gang.protocol import Key
+from rolecall.messages.queries import ReadTrace
+from rolecall.messages.worker import RecordTrace
 from rolecall.observe.trace.copies import TraceCopies
 from rolecall.observe.trace.otlp import Exporter
 from rolecall.rank import collecting, tracing
 from rolecall.rank.collecting import Collector
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.pipe_messages import RecordTrace
-from rolecall.rank.queries import ReadTrace
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record import records
@@ -190,7 +190,7 @@ def test_a_rank_whose_setting_is_off_records_for_rank_0_that_collects(rank: Rank
     rank.worker = Worker(4, traced=False)
     for _ in range(2):
         Gang(tmp_path, rank).collect()
-    assert rank.worker.sent == [RecordTrace(rank.directory / file_name(4), None)]
+    assert rank.worker.sent == [RecordTrace(str(rank.directory / file_name(4)), None)]
 
 
 def test_some_members_are_asked_at_a_time_and_one_that_cannot_reply_is_left_out(
@@ -220,13 +220,13 @@ def test_a_recording_begins_where_the_workers_file_ends(rank: Rank, tmp_path: Pa
         assert rank.recordings.start(10) == {}  # before the first worker
         rank.worker = worker = Worker(4, traced=False)
         assert rank.reply({})["data"] == ""
-        assert worker.sent[0].path == rank.directory / file_name(4)
+        assert worker.sent[0].path == str(rank.directory / file_name(4))
         path = rank.begin(4)
         add(path, "a")
         size = path.stat().st_size
         have = rank.recordings.start(20)
         assert have == {path.name: size}
-        assert worker.sent[1:] == [RecordTrace(path, 20)]
+        assert worker.sent[1:] == [RecordTrace(str(path), 20)]
         add(path, "b")
         copies = TraceCopies(tmp_path / "copies", "ps_0", have)
         copies.add(rank.reply(copies.have))
@@ -238,7 +238,7 @@ def test_a_recording_begins_where_the_workers_file_ends(rank: Rank, tmp_path: Pa
         # a generation that begins meanwhile is recorded too
         rank.worker = Worker(5, traced=False)
         rank.reply(copies.have)
-        assert [sent.path for sent in rank.worker.sent] == [rank.directory / file_name(5)]
+        assert [sent.path for sent in rank.worker.sent] == [str(rank.directory / file_name(5))]
         add(rank.begin(5), "d")
         reply = rank.reply(copies.have)
         assert (reply["file"], reply["offset"]) == (file_name(5), 0)

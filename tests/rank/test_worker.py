@@ -13,8 +13,10 @@ from rolecall import config
 from rolecall.config import Settings
 from rolecall.context.context import mixed_seed
 from rolecall.declare.task import Attachment, Peer, Task
-from rolecall.rank import pipe_messages, worker
-from rolecall.rank.pipe_messages import Attach, Connected, Detach, Detached, End, Loaded, Report, Result, Update
+from rolecall.messages import codec
+from rolecall.messages import worker as messages
+from rolecall.messages.worker import Attach, Connected, Detach, Detached, End, Loaded, Report, Result, Update
+from rolecall.rank import worker
 from tests.ports import free_ports
 
 DEADLINE = 60.0
@@ -32,14 +34,14 @@ class Process:
         self.process.start()
         theirs.close()
 
-    def send(self, message: pipe_messages.ToWorker) -> None:
-        self.pipe.send_bytes(pipe_messages.encode(message))
+    def send(self, message: messages.ToWorker) -> None:
+        self.pipe.send_bytes(codec.encode(message))
 
-    def next(self) -> pipe_messages.FromWorker:
+    def next(self) -> messages.FromWorker:
         """The next message that is no report."""
         while True:
             assert self.pipe.poll(DEADLINE), "no message"
-            message = pipe_messages.decode_from_worker(self.pipe.recv_bytes())
+            message = codec.decode(messages.FromWorker, self.pipe.recv_bytes())
             if not isinstance(message, Report):
                 return message
 

@@ -13,7 +13,7 @@ import pytest
 from rolecall import CallTimeoutError, PeerLostError, ProgramError, RemoteError, UsageError
 from rolecall.config import Settings
 from rolecall.declare.task import Attachment, Peer, Task
-from rolecall.rank.pipe_messages import Result
+from rolecall.messages.worker import Result
 from rolecall.rank.worker_end import WorkerEnd
 
 ONE = Peer("observer", 0, 1)

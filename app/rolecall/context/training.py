@@ -16,6 +16,7 @@ from rolecall.context.group import Group
 from rolecall.context.progress import Change, Progress, StepLogged, TrainingStarted
 from rolecall.declare.plain import is_stateful, require_plain
 from rolecall.errors import Drained, UsageError
+from rolecall.messages.codec import encode
 from rolecall.record import rundir
 from rolecall.record.recorder import recorder
 
@@ -291,10 +292,11 @@ class Training:
 
 def result_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     """`summary` as JSON's types, with arrays' and tensors' scalars as numbers. Raises UsageError for anything else."""
-    result = {name: _plain(value) for name, value in summary.items()}
-    for name, value in result.items():
+    result: dict[str, Any] = {}
+    for name, value in summary.items():
         try:
-            json.dumps({name: value})
+            result |= json.loads(json.dumps({name: _plain(value)}))
+            encode(result)
         except (TypeError, ValueError) as error:
             raise UsageError(f"the result's {name!r} is a {type(value).__name__}: {error}; {RESULT}") from error
     if (size := len(json.dumps(result))) > MAX_RESULT_BYTES:

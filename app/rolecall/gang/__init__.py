@@ -2,8 +2,7 @@
 
 admission.py   Admission: whether a generation may start, which members it has, and who waits for how long
 budget.py      The restart budget: how many failures, and how many generations without progress, the job may have
-compact.py     Short forms of messages: names of what the other side has, and ranges of members
-directives.py  Epochs: the numbers of directives
+directives.py  Directives: their epochs, and the short forms of what they say: names, and ranges of members
 gang.py        The gang: who is in, which generation runs, what each member must do
 generation.py  The newest generation: its members, the ranks that it lost, and its drain
 member.py      A member of a gang: when it starts, ends and fences its worker, what it reports, and when it exits

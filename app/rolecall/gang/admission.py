@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from rolecall.errors import FAILED
-from rolecall.gang.compact import text_of
+from rolecall.gang.directives import text_of
 from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, Event, Key, RoleSpec, Rules, Verdict, name_of
 from rolecall.gang.roster import MemberRecord, Members
 

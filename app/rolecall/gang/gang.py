@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from rolecall.errors import FAILED, USAGE
 from rolecall.gang.admission import Admission
 from rolecall.gang.budget import RestartBudget
-from rolecall.gang.compact import name_of_directive, text_of
-from rolecall.gang.directives import Epochs
+from rolecall.gang.directives import Epochs, name_of_directive, text_of
 from rolecall.gang.generation import Drain, Generation, Part
 from rolecall.gang.protocol import (
     ACTIVE,

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
-from rolecall.gang.compact import answer_to, pack
-from rolecall.gang.protocol import JOIN_SECONDS, Answer, Beat, Budget, Cause, Directive, Effect, Heartbeat, Join, Key
+from msgspec.structs import replace
+
+from rolecall.gang.directives import name_of_directive, name_of_list, pack
+from rolecall.gang.protocol import (
+    JOIN_SECONDS,
+    Answer,
+    Beat,
+    Budget,
+    Cause,
+    Directive,
+    Effect,
+    Heartbeat,
+    Join,
+    Key,
+)
 from rolecall.gang.roster import MemberRecord
 
 PartState = Literal["loading", "ready", "joining", "met", "in", "lost"]
@@ -181,5 +194,9 @@ class Generation:
 
     def answer(self, coordinator: str, beat: Beat, directive: Directive) -> Answer:
         """The answer to `beat`: what its member does not have of `directive`."""
+        if beat.known == name_of_directive(coordinator, directive):
+            return Answer()
         lost = self.lost_ranges if directive.lost == self.lost_keys else pack(directive.lost)
-        return answer_to(coordinator, beat, directive, self.ranges, lost)
+        listed = beat.listed == name_of_list(coordinator, directive.generation, directive.listed)
+        members = None if listed or not directive.members else self.ranges
+        return Answer(coordinator, replace(directive, members=(), lost=()), members, lost)

@@ -8,11 +8,13 @@ and confirms it by `action_done`; then, or when the worker's status changes, it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from msgspec.structs import replace
+
 from rolecall.errors import FAILED, USAGE
-from rolecall.gang.compact import name_of_directive, name_of_list, unpack
+from rolecall.gang.directives import name_of_directive, name_of_list, unpack
 from rolecall.gang.protocol import (
     ALIVE,
     ATTACHED,

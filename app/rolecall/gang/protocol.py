@@ -1,12 +1,19 @@
-"""The messages between the members of a gang and its coordinator, and the gang's constants."""
+"""The messages between the members of a gang and its coordinator, and the gang's constants.
+
+Messages leave out fields that have their default (messages/codec.py), and what the other side has: it is named.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+from msgspec import Struct
+
 Key = tuple[str, int]  # a role and an ordinal in it
-Ranges = tuple[tuple[str, str], ...]  # a role and ordinals in it, as in ("observer", "0-2,5")
+# a role and ranges of ordinals in it: ("observer", ((0, 2), (5, 5))) is observer_0 to 2, and 5
+Ranges = tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
 WorkerState = Literal["none", "loading", "ready", "starting", "running", "ended"]
 Failure = Literal["failed", "crashed", "stuck"]
 Outcome = Failure | Literal["", "finished", "drained", "killed", "refused", "lost", "silent", "stopped"]
@@ -134,8 +141,7 @@ class Verdict:
     final: bool = True
 
 
-@dataclass(frozen=True)
-class WorkerStatus:
+class WorkerStatus(Struct, frozen=True, omit_defaults=True):
     """A member's newest worker, and how it ended.
 
     A worker is `loading` until its role's object is made, or it needs its peers for that; then it is `ready`: it has no
@@ -159,15 +165,14 @@ class WorkerStatus:
     outcome: Outcome = ""
     error: str = ""
     step: int = 0
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = msgspec.field(default_factory=dict)
     drains_failed: int = 0
     lost_peers: tuple[LostPeer, ...] = ()
     phase: str = ""
     join: int = 0
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(Struct, frozen=True, omit_defaults=True):
     """A member's state. `role` and `ordinal` are empty if the gang assigns the place.
 
     `sequence` grows with every heartbeat of an incarnation. `epoch` is that of the last directive that the member
@@ -181,7 +186,7 @@ class Heartbeat:
     sequence: int
     node: str = ""
     epoch: int = 0
-    worker: WorkerStatus = field(default_factory=WorkerStatus)
+    worker: WorkerStatus = msgspec.field(default_factory=WorkerStatus)
     leaving: bool = False
     acknowledged: bool = False
     job: str = ""
@@ -189,8 +194,7 @@ class Heartbeat:
     settings: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class Directive:
+class Directive(Struct, frozen=True, omit_defaults=True):
     """What a member must do: run a worker as a part of `generation`; load one for it, to join later; detach its worker
     from any generation, and keep it; stop it; leave, or exit since the job is over.
 
@@ -228,8 +232,7 @@ class Directive:
         return self.kind, *part, self.drain, self.busy, self.reason, self.code, self.final
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(Struct, frozen=True, omit_defaults=True):
     """A member's request: its heartbeat, if that has changed, and what it has.
 
     `since` is the `sequence` of the heartbeat that still holds, if `heartbeat` is left out. `known` names the newest
@@ -244,18 +247,16 @@ class Beat:
     listed: str = ""
 
 
-@dataclass(frozen=True)
-class Query:
+class Query(Struct, frozen=True, omit_defaults=True):
     """A question to a member's supervisor, which replies within `timeout` seconds, by the query's `number`."""
 
     number: str
     what: str
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict)
     timeout: float = 5.0
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Struct, frozen=True, omit_defaults=True):
     """The answer of the coordinator of that incarnation: a directive, or nothing if the one that was named holds.
 
     The directive's own `members` and `lost` are empty: they travel as ranges, `members` only if the beat did not name

@@ -1,18 +1,17 @@
 """`rolecall run`: all ranks of a job on this machine, or on hosts by ssh, and commands for them; `rolecall launch`: on
 a cluster.
 
-commands.py       `rolecall ps`, `kill` and `scale`: commands for a run, which they reach by its control socket
-control.py        The control socket of `rolecall run`: other commands list its ranks there
-gpu.py            GPUs for the ranks of `rolecall run`
-here.py           What ranks need of their machine: ports, GPUs, a temporary folder, and the start of their processes
-host.py           A host of `rolecall run --hosts`: its connection by ssh, and the ranks there
-host_messages.py  Messages between `rolecall run` and what it starts on a host
-hosted.py         What `rolecall run --hosts` starts on each host, by ssh: runs ranks there
-hosts.py          `rolecall run --hosts`: which rank runs on which host, and what all of them are given
-local.py          All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`
-on_hosts.py       `rolecall run --hosts`: starts the hosts, and meanwhile describes the job here
-output.py         What `rolecall run` prints, by a thread of its own: a terminal that is slow
-rank_process.py   A rank of `rolecall run`: its process, which is restarted when it crashes, and its log
-slurm.py          `rolecall launch slurm JOB`: writes the batch script of a job and submits it
-ssh.py            OpenSSH's client: the commands, and what its errors mean
+commands.py      `rolecall ps`, `kill` and `scale`: commands for a run, which they reach by its control socket
+control.py       The control socket of `rolecall run`: other commands list its ranks there
+gpu.py           GPUs for the ranks of `rolecall run`
+here.py          What ranks need of their machine: ports, GPUs, a temporary folder, and the start of their processes
+host.py          A host of `rolecall run --hosts`: its connection by ssh, and the ranks there
+hosted.py        What `rolecall run --hosts` starts on each host, by ssh: runs ranks there
+hosts.py         `rolecall run --hosts`: which rank runs on which host, and what all of them are given
+local.py         All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`
+on_hosts.py      `rolecall run --hosts`: starts the hosts, and meanwhile describes the job here
+output.py        What `rolecall run` prints, by a thread of its own: a terminal that is slow
+rank_process.py  A rank of `rolecall run`: its process, which is restarted when it crashes, and its log
+slurm.py         `rolecall launch slurm JOB`: writes the batch script of a job and submits it
+ssh.py           OpenSSH's client: the commands, and what its errors mean
 """

@@ -8,39 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import struct
 import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rolecall.errors import UsageError
-from rolecall.gang.protocol import name_of
+from rolecall.messages.codec import MessageError, decode_line, encode_line
+from rolecall.messages.control import KillRank, ListedRank, ListRanks, Reply, Request, ScaleRole
 from rolecall.observe import targets
 
 REPLY_SECONDS = 10.0  # for a request and its reply
 MAX_REPLY_BYTES = 2**20  # some thousand ranks
 CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
-
-
-@dataclass(frozen=True)
-class ListedRank:
-    """A rank of a run; `pid` is its supervisor's, 0 while it has no process, on `host` if that is not empty."""
-
-    role: str
-    ordinal: int
-    pid: int
-    state: str
-    host: str = ""
-
-    @property
-    def name(self) -> str:
-        """As remote calls name it: `observer_1`."""
-        return name_of((self.role, self.ordinal))
 
 
 class Control:
@@ -68,24 +50,25 @@ class Control:
             with contextlib.suppress(OSError, ValueError, TimeoutError):  # the client has gone or is slow
                 async with asyncio.timeout(REPLY_SECONDS):
                     if _user(writer.get_extra_info("socket")) == os.getuid():
-                        reply = await self._answer(json.loads(await reader.readline()))
-                        writer.write(json.dumps(reply).encode() + b"\n")
+                        writer.write(encode_line(await self._answer(await reader.readline())))
                         await writer.drain()
         finally:
             writer.close()
 
-    async def _answer(self, request: Any) -> dict[str, Any]:
+    async def _answer(self, line: bytes) -> Reply:
         try:
+            request: Request = decode_line(Request, line)
             match request:
-                case {"what": "ranks"}:
-                    return {"ranks": [asdict(rank) for rank in self._ranks()]}
-                case {"what": "scale", "role": str(role), "count": int(count)}:
-                    return {"done": self._scale(role, count)}
-                case {"what": "kill", "role": str(role), "ordinal": int(ordinal), "part": str(part)}:
-                    return {"done": await self._kill(role, ordinal, part)}
-            return {"error": "the run does not know this request; use the same version of Rolecall"}
+                case ListRanks():
+                    return Reply(ranks=tuple(self._ranks()))
+                case ScaleRole(role, count):
+                    return Reply(done=self._scale(role, count))
+                case KillRank(role, ordinal, part):
+                    return Reply(done=await self._kill(role, ordinal, part))
+        except MessageError:
+            return Reply(error="the run does not know this request; use the same version of Rolecall")
         except UsageError as error:
-            return {"error": str(error)}
+            return Reply(error=str(error))
 
 
 def _user(peer: socket.socket) -> int:
@@ -95,22 +78,22 @@ def _user(peer: socket.socket) -> int:
 
 def ranks(run: str) -> list[ListedRank]:
     """The ranks of the local run in the folder `run`. Raises UsageError if none is under way there."""
-    return [ListedRank(**rank) for rank in _ask(run, {"what": "ranks"})["ranks"]]
+    return [*_ask(run, ListRanks()).ranks]
 
 
 def scale(run: str, role: str, count: int) -> str:
     """Gives `role` of the local run in the folder `run` `count` ranks. Returns what the run does for that. Raises
     UsageError if that is not possible."""
-    return str(_ask(run, {"what": "scale", "role": role, "count": count})["done"])
+    return _ask(run, ScaleRole(role, count)).done
 
 
 def kill(run: str, role: str, ordinal: int, part: str) -> str:
     """Kills a rank of the run in the folder `run`, or only a `part` of it. Returns what was killed. Raises UsageError
     if that is not possible."""
-    return str(_ask(run, {"what": "kill", "role": role, "ordinal": ordinal, "part": part})["done"])
+    return _ask(run, KillRank(role, ordinal, part)).done
 
 
-def _ask(run: str, request: dict[str, Any]) -> dict[str, Any]:
+def _ask(run: str, request: Request) -> Reply:
     path = targets.control_of(Path(run))
     if not path:
         raise UsageError(
@@ -122,14 +105,14 @@ def _ask(run: str, request: dict[str, Any]) -> dict[str, Any]:
             sock.connect(path)
             if (user := _user(sock)) != os.getuid():
                 raise UsageError(f"RUN {run!r}: belongs to the user {user}, who alone can act on it")
-            sock.sendall(json.dumps(request).encode() + b"\n")
+            sock.sendall(encode_line(request))
             with sock.makefile("rb") as file:
-                reply: dict[str, Any] = json.loads(file.readline(MAX_REPLY_BYTES))
+                reply: Reply = decode_line(Reply, file.readline(MAX_REPLY_BYTES))
     except TimeoutError as error:
         problem = f"does not answer within {REPLY_SECONDS:g} s; is it frozen?"
         raise UsageError(f"RUN {run!r}: `rolecall run` {problem}") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"RUN {run!r}: the run is ending, and takes no commands any more") from error
-    if "error" in reply:
-        raise UsageError(f"RUN {run!r}: {reply['error']}")
+    if reply.error:
+        raise UsageError(f"RUN {run!r}: {reply.error}")
     return reply

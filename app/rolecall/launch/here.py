@@ -13,7 +13,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +22,7 @@ from rolecall import config, machine
 from rolecall.declare import sources
 from rolecall.errors import UsageError
 from rolecall.launch import gpu
+from rolecall.messages.hosts import Killed
 from rolecall.rank import descendants
 from rolecall.rank.zygote import Forked, Zygote, ZygoteError
 
@@ -102,14 +102,6 @@ def command() -> list[str]:
     """A rank's command."""
     # -P: no module of the working directory may replace one of a library
     return [sys.executable, "-P", "-m", "rolecall", *arguments()]
-
-
-@dataclass(frozen=True)
-class Killed:
-    """What `Process.kill_part` has killed: processes, by part and number, of all `parts` that there were."""
-
-    processes: tuple[str, ...]
-    parts: tuple[str, ...]
 
 
 class Process(Protocol):

@@ -13,14 +13,19 @@ from pathlib import Path
 from rolecall import machine
 from rolecall.config import __version__
 from rolecall.errors import CRASHED, UsageError
-from rolecall.launch import host_messages, ssh
-from rolecall.launch.here import Killed, writer_of
-from rolecall.launch.host_messages import (
+from rolecall.launch import ssh
+from rolecall.launch.here import writer_of
+from rolecall.machine import Versions
+from rolecall.messages.codec import MessageError, decode_line, encode_line
+from rolecall.messages.hosts import (
+    MAX_LINE_BYTES,
     Alive,
     Drain,
     Ended,
     Files,
+    FromHost,
     Kill,
+    Killed,
     KillPart,
     Output,
     PartKilled,
@@ -29,7 +34,6 @@ from rolecall.launch.host_messages import (
     Started,
     ToHost,
 )
-from rolecall.machine import Versions
 from rolecall.rank.guard import CrashBackoff
 
 READY_SECONDS = 60.0  # from the connection to the first message
@@ -114,7 +118,7 @@ class Connection:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                limit=host_messages.MAX_LINE_BYTES,
+                limit=MAX_LINE_BYTES,
                 start_new_session=True,  # Ctrl-C of a terminal ends the ranks first
             )
         except OSError as error:
@@ -149,15 +153,15 @@ class Connection:
     async def _first(self) -> Ready | None:
         """The first message, after what a login shell has written; None if there is none."""
         while line := await self._stdout.readline():
-            with contextlib.suppress(ValueError):
-                if isinstance(message := host_messages.read_from_host(line), Ready):
-                    return message
+            with contextlib.suppress(MessageError):
+                ready: Ready = decode_line(Ready, line)
+                return ready
         return None
 
     def send(self, message: ToHost) -> None:
         """Sends a message, unless the connection has ended."""
         if not self.over.is_set() and not self._stdin.is_closing():
-            self._stdin.write(host_messages.to_host(message))
+            self._stdin.write(encode_line(message))
 
     def add(self, start: Start, output: asyncio.StreamWriter) -> HostedProcess:
         """Starts a rank."""
@@ -184,7 +188,8 @@ class Connection:
     async def _read(self) -> None:
         try:
             while line := await self._stdout.readline():
-                match host_messages.read_from_host(line):
+                message: FromHost = decode_line(FromHost, line, MAX_LINE_BYTES)
+                match message:
                     case Started(rank, pid):
                         self._processes[rank].pid = pid
                     case Output(rank, data):

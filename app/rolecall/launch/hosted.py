@@ -20,20 +20,24 @@ from typing import Any
 from rolecall import config, machine, secret
 from rolecall.declare import describe
 from rolecall.errors import CRASHED, USAGE, UsageError
-from rolecall.launch import here, host_messages
-from rolecall.launch.here import Here, Killed, LocalProcess
-from rolecall.launch.host_messages import (
+from rolecall.launch import here
+from rolecall.launch.here import Here, LocalProcess
+from rolecall.messages.codec import MessageError, decode_line, encode_line
+from rolecall.messages.hosts import (
+    MAX_LINE_BYTES,
     Drain,
     Ended,
     Files,
     FromHost,
     Kill,
+    Killed,
     KillPart,
     Output,
     PartKilled,
     Ready,
     Start,
     Started,
+    ToHost,
 )
 from rolecall.rank import descendants
 from rolecall.rank.zygote import Zygote
@@ -63,7 +67,7 @@ class Hosted:
         over = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             loop.add_signal_handler(number, over.set)
-        stream = asyncio.StreamReader(limit=host_messages.MAX_LINE_BYTES)
+        stream = asyncio.StreamReader(limit=MAX_LINE_BYTES)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(requests, "rb", 0))
         self._answers = await here.writer_of(answers)
         reading = asyncio.create_task(self._read(stream))
@@ -83,8 +87,8 @@ class Hosted:
         await self._send(Ready(config.__version__, port, metrics_port, **machine.versions()._asdict()))
         while line := await self._next(stream):
             try:
-                message = host_messages.read_to_host(line)
-            except ValueError as error:  # of another version, which `Ready` tells
+                message: ToHost = decode_line(ToHost, line, MAX_LINE_BYTES)
+            except MessageError as error:  # of another version, which `Ready` tells
                 raise UsageError(
                     f"`rolecall run` has sent what {config.__version__} does not know; install the same version on both"
                 ) from error
@@ -165,7 +169,7 @@ class Hosted:
         if self._over:  # what is killed now has not crashed: it is lost with the host
             return
         with contextlib.suppress(OSError):  # the connection has ended, which `serve` notices
-            self._answers.write(host_messages.from_host(message))
+            self._answers.write(encode_line(message))
             await self._answers.drain()
 
 

@@ -19,7 +19,7 @@ from rolecall.errors import UsageError
 from rolecall.gang.protocol import name_of
 from rolecall.launch import here, ssh
 from rolecall.launch.host import Host
-from rolecall.launch.host_messages import Files
+from rolecall.messages.hosts import Files
 from rolecall.secret import read_token
 
 SCRIPT = "script"  # the job whose setting of that name is a user's file

@@ -19,11 +19,12 @@ from rolecall.declare import describe
 from rolecall.declare.describe import Description
 from rolecall.errors import UNSAVED, USAGE, UsageError
 from rolecall.gang.protocol import name_of
-from rolecall.launch.control import Control, ListedRank
+from rolecall.launch.control import Control
 from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, Machines, remove_leftovers, temporary_folder
 from rolecall.launch.hosts import Hosts
 from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
+from rolecall.messages.control import ListedRank
 from rolecall.observe import ask, targets
 from rolecall.observe.sinks.feed import END_SECONDS
 from rolecall.observe.targets import Address

@@ -11,8 +11,6 @@ fork_server.py     The process that workers are forked from: it imports torch on
 guard.py           A container's first process restarts its rank after a crash
 heartbeats.py      A member's heartbeats: posts them to rank 0, hands the answers to the member, and logs
 link.py            A member's connection to the coordinator: posts beats, returns answers
-messages.py        Heartbeats and answers as JSON, without fields that have their default
-pipe_messages.py   Messages between a supervisor and its worker
 port.py            Connections at METRICS_PORT, which anybody may open: how many there are at a time
 queries.py         Queries of rank 0 to the supervisors of all ranks, and their replies: statistics, stacks
 run_files.py       CHECKPOINT_DIR as the coordinator uses it: its lock, the generation's number, DONE, FAILED

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from rolecall import telemetry
 from rolecall.gang.protocol import OVER, Key, name_of
+from rolecall.messages.queries import ReadTrace
 from rolecall.observe.trace import otlp
 from rolecall.observe.trace.copies import TraceCopies
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.queries import ReadTrace
 from rolecall.rank.tracing import HAND_OVER_SECONDS
 from rolecall.record.records import FOLDER
 

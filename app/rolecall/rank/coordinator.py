@@ -12,24 +12,27 @@ import hmac
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare.describe import Description
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import OVER, Answer, Beat, Effect, Event, Key, RejectedError, Rules
+from rolecall.messages.codec import decode, encode
 from rolecall.observe.doctor import diagnosis
-from rolecall.rank import endpoints, messages, queries, tasks
+from rolecall.rank import endpoints, queries, tasks
 from rolecall.rank.run_files import LOG_REPEAT_SECONDS, RunFiles
 from rolecall.record.history import Record
 from rolecall.tunnel import keys
 
 PATH = "/v1/heartbeat"
+CONTENT_TYPE = "application/msgpack"
 MAX_BODY_BYTES = 64 * 1024
 KEEPALIVE_SECONDS = 15.0  # a member closes an unused connection after it
 TICK_SECONDS = 0.1
@@ -305,7 +308,7 @@ class Coordinator:
         try:
             async with asyncio.timeout(self.settings.lease_seconds):
                 body = await http_request.read()
-            beat = messages.read_beat(body)
+            beat: Beat = decode(Beat, body)
             received_at = time.monotonic()
             key = self.gang.receive_beat(beat, received_at)
         except ConnectionError:
@@ -320,7 +323,7 @@ class Coordinator:
         answer = Answer(again=True) if key is None else await self._answer(key, beat, received_at, http_request)
         if key is not None and (due := self.queries.due(key)):
             answer = replace(answer, queries=due)
-        return web.Response(body=messages.write_answer(answer), content_type="application/json")
+        return web.Response(body=encode(answer), content_type=CONTENT_TYPE)
 
     async def _answer(self, key: Key, beat: Beat, received_at: float, http_request: web.Request) -> Answer:
         gang = self.gang

@@ -1,7 +1,7 @@
 """A member's heartbeats: posts them to rank 0, hands the answers to the member, and logs that rank 0 is silent.
 
-The way of a heartbeat: `Member.beat` → `Link.post` → `messages.write_beat` → HTTP → `Coordinator._receive`; and back:
-`messages.read_answer` → `Member.answered` → `Supervisor`, which carries out the directive.
+The way of a heartbeat: `Member.beat` → `Link.post` → `codec.encode` → HTTP → `Coordinator._receive`; and back:
+`codec.decode` → `Member.answered` → `Supervisor`, which carries out the directive.
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ import aiohttp
 from rolecall.config import Settings
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import Answer, Beat
-from rolecall.rank import messages, queries, tasks
-from rolecall.rank.coordinator import KEEPALIVE_SECONDS, PATH
+from rolecall.messages.codec import decode, encode, encode_line
+from rolecall.messages.queries import Reply
+from rolecall.rank import queries, tasks
+from rolecall.rank.coordinator import CONTENT_TYPE, KEEPALIVE_SECONDS, PATH
 
 REFUSAL_STATUSES = (400, 401, 409, 413)  # HTTP statuses
 TLS_REFUSAL_STATUS = 401
@@ -69,11 +71,12 @@ class Link:
 
         Raises UsageError if the coordinator refuses this rank; any other error means that it was not reached.
         """
-        headers = {"Content-Type": "application/json"}
-        async with self._session.post(self._root + PATH, data=messages.write_beat(beat), headers=headers) as response:
+        headers = {"Content-Type": CONTENT_TYPE}
+        async with self._session.post(self._root + PATH, data=encode(beat), headers=headers) as response:
             body = await response.read()
             if response.status == 200:
-                return messages.read_answer(body)
+                answer: Answer = decode(Answer, body)
+                return answer
             refusal = json.loads(body)
             # no place is free yet: a dead rank's lease may have to run out first
             if refusal.get("reason") == "tls" and response.status == TLS_REFUSAL_STATUS:
@@ -84,7 +87,7 @@ class Link:
 
     async def reply(self, number: str, result: Any) -> None:
         """Posts the reply to a query. Raises aiohttp.ClientError or TimeoutError if rank 0 did not receive it."""
-        body = json.dumps({"number": number, "result": result}).encode()
+        body = encode_line(Reply(number, result))
         limit = aiohttp.ClientTimeout(total=queries.REPLY_ARRIVAL_SECONDS)
         async with self._session.post(self._root + queries.PATH, data=body, timeout=limit) as response:
             if response.status != 200:

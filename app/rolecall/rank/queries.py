@@ -10,19 +10,20 @@ The way of a query: `Queries.ask` → `Query` in the `Answer` to a heartbeat →
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 from aiohttp import web
-from pydantic import Field, TypeAdapter
 
 from rolecall import telemetry
 from rolecall.gang.protocol import Key, Query
+from rolecall.messages.codec import MessageError, decode_line, encode_line
+from rolecall.messages.queries import Question, Reply, read
 from rolecall.rank import tasks
 
 PATH = "/v1/reply"
@@ -31,78 +32,7 @@ RESEND_SECONDS = 1.0  # until a query is sent again: the answer that carried it 
 MAX_REMEMBERED_QUERIES = 1000  # a member replies to each once
 REPLY_ARRIVAL_SECONDS = 60.0  # from the beginning of a reply to its end
 WALL_NS = time.time_ns() - time.monotonic_ns()  # Unix time minus monotonic time, the same for all of rank 0's replies
-MAX_RECORDING_SECONDS = 3600.0
 Post = Callable[[str, Any], Awaitable[None]]
-
-# ---- what can be asked, and the typed replies
-
-
-@dataclass(frozen=True)
-class ReadStats:
-    """Asks for the rank's statistics (`rates.Stats`)."""
-
-    what: Literal["stats"] = "stats"
-
-
-@dataclass(frozen=True)
-class ReadStacks:
-    """Asks for the threads of the rank's worker (`stack_query.describe`)."""
-
-    what: Literal["stacks"] = "stacks"
-
-
-@dataclass(frozen=True)
-class StartTrace:
-    """Starts a recording of the rank's worker, and of the workers of generations within `seconds`. The reply is the
-    sizes of the rank's files before, by name."""
-
-    seconds: Annotated[float, Field(gt=0, le=MAX_RECORDING_SECONDS)] = 10.0
-    what: Literal["trace"] = "trace"
-
-
-@dataclass(frozen=True)
-class ReadTrace:
-    """Asks for the next `Chunk` of the rank's files (observe/trace/copies.py), of which the asker has the first `have`
-    bytes. With `collect`, rank 0 has them on disk: the worker starts to record, and the rank may end if there is no
-    more."""
-
-    have: dict[str, int] = field(default_factory=dict)
-    collect: bool = False
-    what: Literal["spans"] = "spans"
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Makes the rank leave, as SIGTERM does."""
-
-    what: Literal["leave"] = "leave"
-
-
-@dataclass(frozen=True)
-class ReportCrash:
-    """Tells rank 0 that the process of the rank `role` `ordinal` has exited."""
-
-    role: str
-    ordinal: int
-    what: Literal["crashed"] = "crashed"
-
-
-@dataclass(frozen=True)
-class DescribeStacks:
-    """Asks rank 0 for the stacks of all ranks, or of those in `only`, as {"text": ...}."""
-
-    only: list[str] | None = None
-    what: Literal["stacks in words"] = "stacks in words"
-
-
-Question = ReadStats | ReadStacks | StartTrace | ReadTrace | Leave | ReportCrash | DescribeStacks
-_QUESTION: TypeAdapter[Question] = TypeAdapter(Annotated[Question, Field(discriminator="what")])
-
-
-def read(what: str, arguments: dict[str, Any]) -> Question:
-    """The question that a query or a client's request holds. Raises ValueError if there is none."""
-    return _QUESTION.validate_python({**arguments, "what": what})
-
 
 # ---- rank 0's end
 
@@ -131,7 +61,7 @@ class Queries:
         """Asks the members `to`, or all, and returns their replies, as JSON's types. A member that does not reply
         within `timeout` seconds, or cannot, has {"error": ...}.
         """
-        arguments = asdict(question)
+        arguments = msgspec.to_builtins(question)
         what = arguments.pop("what")
         here = set(self.members())
         keys = sorted(here if to is None else set(to))
@@ -173,15 +103,14 @@ class Queries:
         try:
             async with asyncio.timeout(REPLY_ARRIVAL_SECONDS):
                 body = await request.clone(client_max_size=MAX_REPLY_BYTES).read()
-            reply = await asyncio.to_thread(json.loads, body)
-            number, result = str(reply["number"]), reply["result"]
-        except (ValueError, TypeError, KeyError, TimeoutError):
+            reply: Reply = await asyncio.to_thread(decode_line, Reply, body, MAX_REPLY_BYTES)
+        except (MessageError, TimeoutError):
             return web.json_response({"reason": "body", "text": "no reply to a query"}, status=400)
         for pending in self._pending.values():
-            if (each := pending.get(number)) and not each.replied.done():
-                if isinstance(result, dict) and "clock_ns" in result:
-                    result |= {"sent_ns": each.first_sent_ns, **received}
-                each.replied.set_result(result)
+            if (each := pending.get(reply.number)) and not each.replied.done():
+                if isinstance(reply.result, dict) and "clock_ns" in reply.result:
+                    reply.result.update(sent_ns=each.first_sent_ns, **received)
+                each.replied.set_result(reply.result)
         return web.json_response({})
 
 
@@ -189,7 +118,7 @@ class Queries:
 
 
 class Replies:
-    """Replies to queries by `handler`, which returns JSON's types or a dataclass of them."""
+    """Replies to queries by `handler`, which returns JSON's types or a message of them."""
 
     def __init__(self, handler: Callable[[Question], Awaitable[Any]]) -> None:
         self._handler = handler
@@ -213,14 +142,12 @@ class Replies:
         try:
             try:
                 question = read(query.what, query.arguments)
-            except ValueError:
+            except MessageError:
                 problem = f"cannot read the query {query.what!r}; run the same version in every rank"
                 raise LookupError(problem) from None
             async with asyncio.timeout(query.timeout):
                 result = await self._handler(question)
-            if is_dataclass(result) and not isinstance(result, type):
-                result = asdict(result)
-            json.dumps(result)
+            encode_line(result)
         except TimeoutError:
             result = {"error": f"has no reply after {query.timeout:g} s"}
         except Exception as error:  # a query must not end a rank

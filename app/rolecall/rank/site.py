@@ -17,6 +17,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare.describe import Description
 from rolecall.gang.protocol import OVER, name_of
+from rolecall.messages.queries import ReadStacks, ReadStats
 from rolecall.observe import report
 from rolecall.observe.page import render, state
 from rolecall.observe.page.rates import Rates
@@ -24,7 +25,6 @@ from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.observe.stacks import stack_report
 from rolecall.rank import tasks
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.queries import ReadStacks, ReadStats
 from rolecall.record import rundir
 
 MAX_WATCHERS = 32

@@ -25,11 +25,13 @@ from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
 from rolecall.gang.protocol import DETACH, FENCE, Directive, Heartbeat, name_of
-from rolecall.rank import collecting, endpoints, fork_server, guard, queries, stack_query, stats, tasks
+from rolecall.messages import queries
+from rolecall.rank import collecting, endpoints, fork_server, guard, stack_query, stats, tasks
 from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.link import Link
+from rolecall.rank.queries import Replies
 from rolecall.rank.signed_queries import SignedQueries
 from rolecall.rank.site import Site
 from rolecall.rank.worker_manager import WorkerManager
@@ -77,7 +79,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._detaching: asyncio.Task[None] | None = None  # the worker, which stays, while rank 0 is silent
         self._scrapes = endpoints.Scrapes()
-        self.replies = queries.Replies(self._reply)
+        self.replies = Replies(self._reply)
         self._started, self._reading_stacks = time.time(), asyncio.Lock()
         self._signed_queries = SignedQueries(settings, self.is_rank0)
         self._site = Site(job, settings, self.is_rank0)
@@ -346,7 +348,7 @@ class Supervisor:
                 return {}
             case queries.DescribeStacks(only) if self._coordinator:
                 return await self._site.stacks(only)
-        raise LookupError(f"only rank 0 replies to {question.what!r}")
+        raise LookupError(f"only rank 0 replies to {question.__struct_config__.tag!r}")
 
     # ---- what the endpoints serve
 

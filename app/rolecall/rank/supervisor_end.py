@@ -9,10 +9,10 @@ import struct
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from rolecall.rank.pipe_messages import FromWorker, ToWorker, decode_from_worker, encode
+from rolecall.messages.codec import MAX_BYTES, MessageError, decode, encode
+from rolecall.messages.worker import FromWorker, ToWorker
 
 RECEIVE_BYTES = 2**16
-MAX_MESSAGE_BYTES = 2**24  # the largest message, a `Result`, has about 50,000 bytes
 HEADER = struct.Struct("!i")  # multiprocessing's header for a message below 2 GiB: its length
 
 
@@ -68,7 +68,7 @@ class SupervisorEnd:
     def _whole(self) -> Iterator[FromWorker]:
         while len(self._data) >= HEADER.size:
             (length,) = HEADER.unpack_from(self._data)
-            if not 0 <= length <= MAX_MESSAGE_BYTES:
+            if not 0 <= length <= MAX_BYTES:
                 raise PipeError(f"sent a message of {length} bytes")
             end = HEADER.size + length
             if len(self._data) < end:
@@ -76,7 +76,7 @@ class SupervisorEnd:
             body = bytes(self._data[HEADER.size : end])
             del self._data[:end]
             try:
-                message = decode_from_worker(body)
-            except ValueError as error:
-                raise PipeError(f"sent no message that this version knows: {body[:80]!r}") from error
+                message = decode(FromWorker, body)
+            except MessageError as error:
+                raise PipeError(f"sent {error}: {body[:80]!r}") from error
             yield message

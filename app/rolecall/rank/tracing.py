@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rolecall import telemetry
+from rolecall.messages.worker import RecordTrace
 from rolecall.observe.trace.copies import Chunk
-from rolecall.rank.pipe_messages import RecordTrace
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.records import file_name
 
@@ -40,7 +40,7 @@ class Recordings:
         if worker and worker.state == "running" and not worker.task.check and (again or not worker.traced):
             worker.traced = True
             path = self.directory / file_name(worker.generation, worker.join)
-            worker.send(RecordTrace(path, None if math.isinf(seconds) else seconds))
+            worker.send(RecordTrace(str(path), None if math.isinf(seconds) else seconds))
 
     def read(self, have: dict[str, int], collect: bool = False) -> Chunk:
         """See `queries.ReadTrace`."""

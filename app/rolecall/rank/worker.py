@@ -29,9 +29,9 @@ from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Peer, Task
 from rolecall.errors import Drained, PeerLostError, UsageError
+from rolecall.messages.worker import RecordTrace, Result
 from rolecall.rank import stack_dump
 from rolecall.rank.attaching import Attacher
-from rolecall.rank.pipe_messages import RecordTrace, Result
 from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
 from rolecall.record.recorder import recorder
@@ -130,7 +130,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     if settings.trace and task.directory:
         part = (attachment.generation, attachment.me.join) if attachment else (0, 0)
         path = task.directory / file_name(*part)
-        pipe.record_trace(RecordTrace(path, None), attachment)
+        pipe.record_trace(RecordTrace(str(path), None), attachment)
     context = Context(
         settings=settings,
         attachment=attachment,

@@ -18,8 +18,10 @@ from rolecall.context.watchdog import Watchdog
 from rolecall.declare import loader, registry
 from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.errors import ProgramError, UsageError
+from rolecall.messages import codec
+from rolecall.messages import worker as messages
 from rolecall.observe.sinks.points import NAMED
-from rolecall.rank import pipe_messages, stack_dump
+from rolecall.rank import stack_dump
 from rolecall.rank.attaching import Attacher
 from rolecall.record.files import longest_work
 from rolecall.record.history import Record
@@ -47,15 +49,15 @@ class WorkerEnd(Supervision):
 
     # ---- reports
 
-    def _send(self, message: pipe_messages.FromWorker) -> None:
+    def _send(self, message: messages.FromWorker) -> None:
         """Sends a message, with the lock held. The process exits if the supervisor is gone."""
         try:
-            self._connection.send_bytes(pipe_messages.encode(message))
+            self._connection.send_bytes(codec.encode(message))
         except OSError:
             os._exit(1)
         self._sent_at = time.monotonic()
 
-    def send(self, message: pipe_messages.FromWorker) -> None:
+    def send(self, message: messages.FromWorker) -> None:
         """Sends a message."""
         with self._lock:
             self._send(message)
@@ -65,14 +67,14 @@ class WorkerEnd(Supervision):
         with self._lock:
             records, self._records = tuple(self._records), []
             phase, calls = (self._watchdog.doing, self._watchdog.long_calls()) if self._watchdog else ("", ())
-            self._send(pipe_messages.Report(self._step, phase, records, calls, longest_work()))
+            self._send(messages.Report(self._step, phase, records, calls, longest_work()))
 
     def flush(self) -> None:
         """Sends the records since the last report."""
         with self._lock:
             records, self._records = tuple(self._records), []
             if records:
-                self._send(pipe_messages.Records(records))
+                self._send(messages.Records(records))
 
     def report_forever(self) -> None:
         """Sends reports at a fixed period. Once the function is stuck, reports that too: the supervisor ends this
@@ -92,16 +94,16 @@ class WorkerEnd(Supervision):
         with self._lock:
             if not self._loaded:
                 self._loaded = True
-                self._send(pipe_messages.Loaded())
+                self._send(messages.Loaded())
 
     def report_connected(self, generation: int, join: int) -> None:
         """Reports that this worker has met its peers."""
-        self.send(pipe_messages.Connected(generation, join))
+        self.send(messages.Connected(generation, join))
 
     def report_detached(self, generation: int, join: int, problem: str = "") -> None:
         """Reports that this worker is no part of `generation` any more, and so has made no step."""
         self._step = 0
-        self.send(pipe_messages.Detached(generation, join, problem))
+        self.send(messages.Detached(generation, join, problem))
 
     def report_step(self, step: int) -> None:
         """Keeps `step` for the next report; the first step is sent at once."""
@@ -126,15 +128,15 @@ class WorkerEnd(Supervision):
 
     def report_lost(self, peer: Peer, replace: bool = False) -> None:
         """Reports a peer that was found dead or silent, or is to be replaced."""
-        self.send(pipe_messages.PeerLost(peer, replace))
+        self.send(messages.PeerLost(peer, replace))
 
     def report_stuck(self, problem: str) -> None:
         """Reports that this process is stuck, and its stacks."""
-        self.send(pipe_messages.Stuck(problem, stack_dump.dump()))
+        self.send(messages.Stuck(problem, stack_dump.dump()))
 
     def refuse_drain(self, problem: str) -> None:
         """Reports that the drain's checkpoint could not be written."""
-        self.send(pipe_messages.DrainRefused(problem))
+        self.send(messages.DrainRefused(problem))
 
     # ---- the end
 
@@ -142,29 +144,29 @@ class WorkerEnd(Supervision):
         """Takes the place of `sys.breakpointhook`: ends the process, from any thread, as bad input."""
         at = sys._getframe(1)
         place = f"{loader.shown(Path(at.f_code.co_filename))}:{at.f_lineno}"
-        self.end(pipe_messages.Result("refused", f"{place}: breakpoint() {NO_DEBUGGER}"))
+        self.end(messages.Result("refused", f"{place}: breakpoint() {NO_DEBUGGER}"))
 
     def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
         """Reports `outcome` and ends the process."""
-        self.end(pipe_messages.Result(outcome, step=step, summary=summary))
+        self.end(messages.Result(outcome, step=step, summary=summary))
 
     def fail(self, problem: str | BaseException) -> NoReturn:
         """Reports a failure, as its text or as what the role's function raised, and ends the process."""
-        self.end(pipe_messages.Result("failed", problem) if isinstance(problem, str) else self._raised(problem))
+        self.end(messages.Result("failed", problem) if isinstance(problem, str) else self._raised(problem))
 
-    def _raised(self, error: BaseException) -> pipe_messages.Result:
+    def _raised(self, error: BaseException) -> messages.Result:
         if isinstance(error, UsageError):
-            return pipe_messages.Result("refused", loader.explain(error))
+            return messages.Result("refused", loader.explain(error))
         if isinstance(error, bdb.BdbQuit):
-            return pipe_messages.Result("refused", f"{loader.explain(error)}: pdb {NO_DEBUGGER}")
+            return messages.Result("refused", f"{loader.explain(error)}: pdb {NO_DEBUGGER}")
         if failures.is_lost(error):
-            return pipe_messages.Result("lost", failures.first_line(error))
+            return messages.Result("lost", failures.first_line(error))
         if self._task.check and loader.locate(error):
-            return pipe_messages.Result("refused", loader.explain(error))
+            return messages.Result("refused", loader.explain(error))
         program = isinstance(error, ProgramError)
-        return pipe_messages.Result("failed", loader.with_place(error) if program else loader.users_traceback(error))
+        return messages.Result("failed", loader.with_place(error) if program else loader.users_traceback(error))
 
-    def end(self, result: pipe_messages.Result | None = None) -> NoReturn:
+    def end(self, result: messages.Result | None = None) -> NoReturn:
         """Sends the last records, spans and the `result`, if there is one, and ends the process."""
         self.report()
         recorder.flush()
@@ -178,28 +180,28 @@ class WorkerEnd(Supervision):
         """Carries out the supervisor's orders."""
         while True:
             try:
-                message = pipe_messages.decode_to_worker(self._connection.recv_bytes())
+                message: messages.ToWorker = codec.decode(messages.ToWorker, self._connection.recv_bytes())
             except (EOFError, OSError):
                 os._exit(1)
             match message:
-                case pipe_messages.Drain():
+                case messages.Drain():
                     context.drain()
-                case pipe_messages.Attach(attachment):
+                case messages.Attach(attachment):
                     attacher.attach(attachment)
-                case pipe_messages.Update(attachment):
+                case messages.Update(attachment):
                     context.group.update(attachment)
-                case pipe_messages.Detach() if attacher.stays:
+                case messages.Detach() if attacher.stays:
                     attacher.detach()
-                case pipe_messages.RecordTrace():
+                case messages.RecordTrace():
                     self.record_trace(message, context.group.newest)
-                case pipe_messages.End() | pipe_messages.Detach():
+                case messages.End() | messages.Detach():
                     self.end()
 
-    def record_trace(self, order: pipe_messages.RecordTrace, attachment: Attachment | None) -> None:
+    def record_trace(self, order: messages.RecordTrace, attachment: Attachment | None) -> None:
         """Starts a trace of this process, as a part of the generation that it has now."""
         job, me, generation = registry.name_of(self._task.job), Peer(self._task.role, self._task.ordinal, 0), 0
         if attachment:
             me, generation = attachment.me, attachment.generation
         about = {"job": job, "role": me.role, "ordinal": me.ordinal, "rank": me.rank, "generation": generation}
-        recorder.start(order.path, about, order.seconds)
+        recorder.start(Path(order.path), about, order.seconds)
         tracing.watch_collectives()

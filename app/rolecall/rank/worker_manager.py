@@ -17,9 +17,9 @@ from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import OVER, Directive, Key, Outcome, RoleSpec, WorkerState, WorkerStatus, name_of
+from rolecall.messages.worker import Drain
 from rolecall.rank import fork_server
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.pipe_messages import Drain
 from rolecall.rank.spares import Spares
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess

@@ -19,8 +19,9 @@ import psutil
 from rolecall import telemetry
 from rolecall.declare.task import Attachment, Task
 from rolecall.gang.protocol import ALIVE, ATTACHED, Join, LostPeer, Outcome, WorkerState, WorkerStatus
+from rolecall.messages import worker as messages
 from rolecall.observe.cgroup import Cgroup
-from rolecall.rank import descendants, fork_server, pipe_messages, stack_dump
+from rolecall.rank import descendants, fork_server, stack_dump
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
 from rolecall.record.files import FileWork
@@ -184,7 +185,7 @@ class WorkerProcess:
         if self._kill_outcome:
             self.kill(self._kill_outcome)
 
-    def send(self, message: pipe_messages.ToWorker) -> None:
+    def send(self, message: messages.ToWorker) -> None:
         """Sends it a message, unless it has ended."""
         with contextlib.suppress(OSError):  # it has ended; its exit is on the way
             try:
@@ -211,13 +212,13 @@ class WorkerProcess:
         self.outcome, self.error, self.step, self.summary = "", "", 0, {}
         self.drains_failed, self.lost_peers = 0, ()
         self._departure, self._detaching, self._detached = ("", ""), None, asyncio.Event()
-        self.send(pipe_messages.Attach(attachment))
+        self.send(messages.Attach(attachment))
         self._changed()
 
     def update(self, attachment: Attachment) -> None:
         """Tells it who is in its generation now."""
         if self.attached:
-            self.send(pipe_messages.Update(attachment))
+            self.send(messages.Update(attachment))
 
     async def detach(self, patience: float, problem: str = "") -> None:
         """Takes it out of its generation, perhaps because of `problem`. Returns once it has confirmed that, or has
@@ -227,7 +228,7 @@ class WorkerProcess:
         detached = self._detached  # by the end of this wait it may be a part of another generation
         if self._detaching is None:
             self._detaching = problem
-            self.send(pipe_messages.Detach())
+            self.send(messages.Detach())
         await fork_server.within(asyncio.ensure_future(detached.wait()), patience)
         if not detached.is_set():
             self.kill("stopped")
@@ -236,7 +237,7 @@ class WorkerProcess:
     async def stop(self, patience: float) -> None:
         """Tells it to write its trace and exit. Returns once it has ended, or after `patience` seconds."""
         self._kill_outcome = self._kill_outcome or "stopped"
-        self.send(pipe_messages.End())
+        self.send(messages.End())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ended.wait(), patience)
 
@@ -300,10 +301,10 @@ class WorkerProcess:
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
 
-    def _take(self, message: pipe_messages.FromWorker) -> None:
+    def _take(self, message: messages.FromWorker) -> None:
         self._received_at = time.monotonic()
         match message:
-            case pipe_messages.Report():
+            case messages.Report():
                 self._keep(message.records)
                 first_step, phase_changed = self.step == 0 and message.step > 0, self.phase != message.phase
                 if phase_changed:
@@ -312,35 +313,35 @@ class WorkerProcess:
                 self.long_calls, self.file_work = message.long_calls, message.file_work
                 if not (first_step or phase_changed):
                     return
-            case pipe_messages.Records(records):
+            case messages.Records(records):
                 self._keep(records)
                 return
-            case pipe_messages.Loaded():
+            case messages.Loaded():
                 if self.state != "loading":
                     return  # it is attached already
                 self.state = "ready"
                 self._settled.set()
-            case pipe_messages.Connected(generation, join):
+            case messages.Connected(generation, join):
                 if self.state != "starting" or (generation, join) != (self.generation, self.join):
                     return
                 self.state = "running"
-            case pipe_messages.Detached(generation, join, problem):
+            case messages.Detached(generation, join, problem):
                 if not self.attached or (generation, join) != (self.generation, self.join):
                     return
                 problem = problem or self._detaching or ""
                 self.state, self._departure = "ready", ("lost" if problem else "stopped", problem)
                 self._settled.set()
                 self._detached.set()
-            case pipe_messages.DrainRefused(problem):
+            case messages.DrainRefused(problem):
                 self.drains_failed += 1
                 self.error = problem
-            case pipe_messages.PeerLost(peer, replace):
+            case messages.PeerLost(peer, replace):
                 self.lost_peers += (LostPeer(Join(peer.role, peer.ordinal, peer.join), replace),)
-            case pipe_messages.Stuck(problem, dumped):
+            case messages.Stuck(problem, dumped):
                 self.error = problem
                 self._dumping = self._dumping or asyncio.create_task(self._end_stuck(dumped))
                 return
-            case pipe_messages.Result(outcome, error, step, summary):
+            case messages.Result(outcome, error, step, summary):
                 self.outcome, self.error, self.step, self.summary = outcome, error, step, summary
         self._changed()
 

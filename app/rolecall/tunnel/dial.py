@@ -6,23 +6,13 @@ import contextlib
 import socket
 import ssl
 import time
-from typing import NamedTuple
 
+from rolecall.messages.tunnel import Destination
 from rolecall.tunnel.channel import Channel, reason_of
 from rolecall.tunnel.keys import Credentials
 
 FIRST_PAUSE_SECONDS = 0.05
 CONNECTED, REFUSED = "+", "-"  # first character of a tunnel's answer to a request
-
-
-class Destination(NamedTuple):
-    """A peer's service; `real` is the port that TensorPipe names there, 0 for other services."""
-
-    name: str
-    host: str
-    port: int
-    service: str
-    real: int = 0
 
 
 class StrangerError(Exception):

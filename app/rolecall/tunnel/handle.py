@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import resource
 import signal
@@ -20,6 +19,8 @@ from typing import Any
 from rolecall import config, machine, telemetry
 from rolecall.config import Settings
 from rolecall.errors import UsageError
+from rolecall.messages.codec import decode, encode
+from rolecall.messages.tunnel import Figures, Place
 from rolecall.tunnel import places
 from rolecall.tunnel.acceptor import REASONS
 from rolecall.tunnel.keys import Credentials
@@ -65,7 +66,7 @@ class Handle:
     def place(self, name: str) -> None:
         """Sets the rank's member name."""
         with contextlib.suppress(OSError):  # it has ended, which `follow` says
-            self._socket.send(json.dumps({"place": name}).encode())
+            self._socket.send(encode(Place(name)))
 
     async def follow(self, metrics: Any) -> None:
         """Keeps its metrics up to date. Raises ConnectionError once the tunnel has ended."""
@@ -73,11 +74,11 @@ class Handle:
         telemetry.begin(metrics.tunnel_refused, (*REASONS, UNKNOWN_SERVICE, RENEWAL))
         self._socket.setblocking(False)
         while message := await loop.sock_recv(self._socket, 4096):
-            figures = json.loads(message)
-            metrics.tunnel_connections.set(figures["connections"])
-            metrics.tunnel_bytes.inc(figures["bytes"] - total)
-            total = figures["bytes"]
-            for reason, count in figures["refused"].items():
+            figures: Figures = decode(Figures, message)
+            metrics.tunnel_connections.set(figures.connections)
+            metrics.tunnel_bytes.inc(figures.bytes - total)
+            total = figures.bytes
+            for reason, count in figures.refused.items():
                 metrics.tunnel_refused.labels(reason).inc(count - refused[reason])
                 refused[reason] = count
         raise ConnectionError("the tunnel has ended")

@@ -7,7 +7,6 @@ as its connection, that is, as long as the worker.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import select
@@ -15,9 +14,19 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from rolecall.tunnel.dial import Destination
+from rolecall.messages.codec import decode, encode
+from rolecall.messages.tunnel import (
+    Announce,
+    Answer,
+    Certificate,
+    Destination,
+    GetCertificate,
+    GetTicket,
+    Reach,
+    Receive,
+    Request,
+)
 from rolecall.tunnel.loop import Loop
 
 MAX_REQUEST_BYTES = 4096
@@ -68,8 +77,8 @@ class LocalServer:
         reach: Callable[[Destination, int, socket.socket], None],
         *,
         receive: Callable[[str, socket.socket], None],
-        ticket: Callable[[Destination, Callable[[dict[str, Any]], None]], None],
-        certificate: Callable[[], dict[str, Any]],
+        ticket: Callable[[Destination, Callable[[Answer], None]], None],
+        certificate: Callable[[], Certificate],
     ) -> None:
         self._loop, self._announced, self._reach = loop, announced, reach
         self._receive, self._ticket, self._certificate = receive, ticket, certificate
@@ -88,11 +97,11 @@ class LocalServer:
                 request = b""
             try:
                 if request:
-                    answer = self._serve(json.loads(request), client, services, listeners)
+                    answer = self._serve(decode(Request, request), client, services, listeners)
                     if answer is not None:
-                        client.send(json.dumps(answer).encode())
+                        client.send(encode(answer))
                     return
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            except (OSError, ValueError, OverflowError):
                 pass  # it has ended, or is no worker of this version
             self._loop.forget(client)
             client.close()
@@ -104,42 +113,34 @@ class LocalServer:
         self._loop.watch(client, select.EPOLLIN, ready)
 
     def _serve(
-        self, request: dict[str, Any], client: socket.socket, services: list[str], listeners: list[LocalListener]
-    ) -> dict[str, Any] | None:
+        self, request: Request, client: socket.socket, services: list[str], listeners: list[LocalListener]
+    ) -> Answer | None:
         """The answer to a request; None if it is sent later."""
-        if "announce" in request:
-            services.append(request["service"] or secrets.token_hex(8))
-            self._announced(services[-1], int(request["announce"]))
-            return {"service": services[-1]}
-        if "certificate" in request:
-            return self._certificate()
-        if "receive" in request:
-            services.append(str(request["receive"]))
-            self._receive(services[-1], client)
-            return {}
-        if "ticket" in request:
+        match request:
+            case Announce(port, service):
+                services.append(service or secrets.token_hex(8))
+                self._announced(services[-1], port)
+                return Answer(service=services[-1])
+            case GetCertificate():
+                return Answer(certificate=self._certificate())
+            case Receive(service):
+                services.append(service)
+                self._receive(service, client)
+                return Answer()
+            case GetTicket(peer):
 
-            def answer(ticket: dict[str, Any]) -> None:
-                with contextlib.suppress(OSError):  # it has ended
-                    client.send(json.dumps(ticket).encode())
+                def answer(ticket: Answer) -> None:
+                    with contextlib.suppress(OSError):  # it has ended
+                        client.send(encode(ticket))
 
-            self._ticket(_destination(request["ticket"]), answer)
-            return None
-        peer = _destination(request["reach"])
-        listener = loopback_listener(request.get("below", 0), request.get("digits", 0))
-        port = int(listener.getsockname()[1])
-        listeners.append(LocalListener(self._loop, listener, lambda connection: self._reach(peer, port, connection)))
-        return {"port": port}
-
-
-def _destination(wanted: dict[str, Any]) -> Destination:
-    return Destination(
-        name=str(wanted["name"]),
-        host=str(wanted["host"]),
-        port=int(wanted["port"]),
-        service=str(wanted["service"]),
-        real=int(wanted["real"]),
-    )
+                self._ticket(peer, answer)
+                return None
+            case Reach(peer, below, digits):
+                listener = loopback_listener(below, digits)
+                port = int(listener.getsockname()[1])
+                reach = lambda connection: self._reach(peer, port, connection)  # noqa: E731
+                listeners.append(LocalListener(self._loop, listener, reach))
+                return Answer(port=port)
 
 
 def unix_listener(path: Path, kind: int = socket.SOCK_STREAM) -> socket.socket:

@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 from rolecall import telemetry
 from rolecall.config import Settings
+from rolecall.messages.codec import decode, encode
+from rolecall.messages.tunnel import Answer, Certificate, Destination, Figures, Place
 from rolecall.tunnel import places
 from rolecall.tunnel.acceptor import Acceptor
 from rolecall.tunnel.channel import Channel
-from rolecall.tunnel.dial import CONNECTED, REFUSED, Destination, StrangerError, dial
+from rolecall.tunnel.dial import CONNECTED, REFUSED, StrangerError, dial
 from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.local import LOOPBACK, LocalListener, LocalServer
 from rolecall.tunnel.loop import Loop
@@ -74,7 +76,7 @@ class Tunnel:
         self._splices: set[Splice] = set()
         self._bytes = 0  # of closed connections
         self._refused: Counter[str] = Counter()
-        self._reported: dict[str, Any] = {}
+        self._reported = Figures()
         self._logged: dict[str, float] = {}
         self._dials, self._control_dials = _threads(MAX_DIALS), _threads(MAX_CONTROL_DIALS)
         self._done: deque[Callable[[], None]] = deque()
@@ -204,18 +206,17 @@ class Tunnel:
         for _, channel in self._parked.pop(service, ()):
             self._accept_member(channel, service)
 
-    def _certificate(self) -> dict[str, Any]:
-        mine = self._credentials
-        return {"authority": mine.authority, "chain": mine.chain, "given": mine.given}
+    def _certificate(self) -> Certificate:
+        return Certificate(self._credentials.authority, self._credentials.chain, self._credentials.given)
 
-    def _fetch_ticket(self, peer: Destination, answer: Callable[[dict[str, Any]], None]) -> None:
+    def _fetch_ticket(self, peer: Destination, answer: Callable[[Answer], None]) -> None:
         def connected(channel: Channel) -> None:
             channel.close()
-            answer({"ticket": channel.answer})
+            answer(Answer(ticket=channel.answer))
 
         def failed(error: BaseException) -> None:
             self._log_unreachable(f"{peer.name} at {peer.host}:{peer.port}", error)
-            answer({"problem": str(error) or type(error).__name__})
+            answer(Answer(problem=str(error) or type(error).__name__))
 
         self._dial(self._dials, peer._replace(service=places.TICKET + peer.service), connected, failed)
 
@@ -310,7 +311,8 @@ class Tunnel:
         except OSError:
             message = b""
         if message:
-            self._credentials.place(json.loads(message)["place"])
+            place: Place = decode(Place, message)
+            self._credentials.place(place.name)
             self._renew(time.monotonic())
         else:
             self._ended = True
@@ -325,15 +327,12 @@ class Tunnel:
             if not self._parked[service]:
                 del self._parked[service]
         self._renew(now)
-        figures = {
-            "connections": len(self._splices),
-            "bytes": self._bytes + sum(splice.bytes for splice in self._splices),
-            "refused": dict(self._refused),
-        }
+        total = self._bytes + sum(splice.bytes for splice in self._splices)
+        figures = Figures(len(self._splices), total, dict(self._refused))
         if figures != self._reported:
             self._reported = figures
             with contextlib.suppress(OSError):  # the supervisor ends, or is stopped
-                self._supervisor.send(json.dumps(figures).encode(), socket.MSG_DONTWAIT)
+                self._supervisor.send(encode(figures), socket.MSG_DONTWAIT)
 
     def _renew(self, now: float) -> None:
         if problem := self._credentials.refresh():

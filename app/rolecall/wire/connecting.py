@@ -21,8 +21,9 @@ from typing import Any, Literal, NamedTuple
 
 from rolecall import telemetry
 from rolecall.errors import PeerLostError
+from rolecall.messages.tunnel import Certificate
 from rolecall.tunnel import keys, places
-from rolecall.tunnel.client import Certificate, TunnelClient
+from rolecall.tunnel.client import TunnelClient
 from rolecall.tunnel.dial import connect, set_keepalive
 from rolecall.tunnel.local import same_user, unix_listener
 from rolecall.tunnel.tickets import preamble

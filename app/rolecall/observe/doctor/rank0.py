@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.config import Settings
+from rolecall.messages.tunnel import Destination
 from rolecall.observe.doctor import diagnosis
 from rolecall.observe.doctor.checks import Once
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.channel import HEAD, Channel
-from rolecall.tunnel.dial import Destination, connect, dial
+from rolecall.tunnel.dial import connect, dial
 from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.peek import Presented, peek
 

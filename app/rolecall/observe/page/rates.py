@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,13 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import Field, FiniteFloat, TypeAdapter
+from msgspec import Meta
 
 from rolecall.gang.protocol import Key, name_of
+from rolecall.messages.codec import MessageError, convert
 from rolecall.telemetry import LATENCY
 
 WINDOW_REPORTS = 6  # over which a rate is measured
 BUCKETS = len(LATENCY) + 1
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 COUNTS = ("calls", "failures", "sent", "received")
 
 
@@ -24,11 +27,11 @@ class Method:
     """A method's counters at its caller. `buckets` are the numbers of calls that took at most each of LATENCY's bounds
     (seconds), and of all calls. `roles` are the callees'."""
 
-    calls: FiniteFloat = 0.0
-    failures: FiniteFloat = 0.0
-    sent: FiniteFloat = 0.0
-    received: FiniteFloat = 0.0
-    buckets: Annotated[list[FiniteFloat], Field(min_length=BUCKETS, max_length=BUCKETS)] = field(default_factory=list)
+    calls: Finite = 0.0
+    failures: Finite = 0.0
+    sent: Finite = 0.0
+    received: Finite = 0.0
+    buckets: Annotated[list[Finite], Meta(min_length=BUCKETS, max_length=BUCKETS)] = field(default_factory=list)
     roles: list[str] = field(default_factory=list)
 
     @property
@@ -41,9 +44,9 @@ class Method:
 class QueueCounters:
     """A queue at its owner: the items in it, the most that it may have, and the items put so far."""
 
-    depth: FiniteFloat = 0.0
-    size: FiniteFloat = 0.0
-    items: FiniteFloat = 0.0
+    depth: Finite = 0.0
+    size: Finite = 0.0
+    items: Finite = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,16 @@ class WeightsCounters:
     """Weights at a member: the version that it has, None before the first, and the bytes that it received and that did
     not need to travel."""
 
-    version: FiniteFloat | None = None
-    received: FiniteFloat = 0.0
-    saved: FiniteFloat = 0.0
+    version: Finite | None = None
+    received: Finite = 0.0
+    saved: Finite = 0.0
 
 
 @dataclass(frozen=True)
 class LogEvent:
     """A warning or an error in a rank's log, with its Unix time."""
 
-    time: FiniteFloat
+    time: Finite
     level: str
     text: str
 
@@ -71,17 +74,14 @@ class Stats:
     process's clock; `values` are gauges and counters; `logged` are the values that the job logs by names of its own, at
     rank 0."""
 
-    started: FiniteFloat
-    at: FiniteFloat
+    started: Finite
+    at: Finite
     methods: dict[str, Method]
-    values: dict[str, FiniteFloat]
+    values: dict[str, Finite]
     log: list[LogEvent]
     queues: dict[str, QueueCounters] = field(default_factory=dict)
     weights: dict[str, WeightsCounters] = field(default_factory=dict)
-    logged: dict[str, FiniteFloat] = field(default_factory=dict)
-
-
-_STATS = TypeAdapter(Stats)
+    logged: dict[str, Finite] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class Rates:
         for key, reply in replies.items():
             self.problems.pop(key, None)
             try:
-                report = _STATS.validate_python(reply)
-            except ValueError:
+                report: Stats = convert(Stats, reply)
+            except MessageError:
                 error = reply.get("error") if isinstance(reply, dict) else None
                 self.problems[key] = str(error or "its statistics cannot be read")
                 continue

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolecall import telemetry
+from rolecall.messages.sinks import End, Open, ToSink, Write, frame
 from rolecall.observe.sinks.points import Item, Points, bounded
 from rolecall.record.history import Record
 
@@ -42,7 +42,7 @@ class Feed:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
-        self._ending: dict[str, Any] = {}  # the last request
+        self._ending = End("stopped", None)
         self._warned = False
 
     @property
@@ -69,7 +69,7 @@ class Feed:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read_errors(self._process))  # it says why the process has ended
             with contextlib.suppress(OSError):
-                await self._send(self._about)
+                await self._send(Open(self._about))
                 while not self._over.is_set():
                     await self._send_items()
                     with contextlib.suppress(TimeoutError):
@@ -87,13 +87,13 @@ class Feed:
     async def _send_items(self) -> None:
         items, self.items = self.items, []
         if items:
-            await self._send({"items": items})
+            await self._send(Write(items))
 
-    async def _send(self, request: dict[str, Any]) -> None:
-        """Sends a request; returns once the process has taken most of it. Raises OSError if it has ended."""
+    async def _send(self, message: ToSink) -> None:
+        """Sends a message; returns once the process has taken most of it. Raises OSError if it has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.write(frame(message))
         try:
             async with asyncio.timeout(SLOW_SECONDS):
                 await self._process.stdin.drain()
@@ -116,7 +116,7 @@ class Feed:
         latest after `limit` seconds."""
         if self._task is None:
             return
-        self._ending = {"end": state, "summary": summary}
+        self._ending = End(state, summary)
         self._over.set()
         done, _ = await asyncio.wait({self._task}, timeout=limit)
         if not done:

@@ -1,14 +1,12 @@
 """`python -m rolecall.observe.sinks.process SINK`: writes one sink.
 
-The parent sends JSON objects, one a line, to standard input: the argument of the sink, then {"items": [...]}, and
-{"end": STATE, "summary": {...} or null} last. The end of the input stops the sink, too. Each error is a line of
-standard output.
+The parent sends messages (messages/sinks.py) to standard input. The end of the input stops the sink, too. Each error
+is a line of standard output.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
 import sys
@@ -18,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from rolecall import machine
+from rolecall.messages.sinks import End, Open, ToSink, Write, read
 from rolecall.observe.sinks.points import Item, bounded
 
 NICE = 10  # lower priority than training
@@ -74,16 +73,19 @@ class Writer:
         return True
 
 
-def serve(lines: Iterator[bytes], report: Callable[[str], None], begin: Callable[[dict[str, Any]], Sink]) -> None:
-    """Handles the requests in `lines`."""
-    about = json.loads(next(lines))
+def serve(messages: Iterator[ToSink], report: Callable[[str], None], begin: Callable[[dict[str, Any]], Sink]) -> None:
+    """Handles `messages`."""
+    about = dict[str, Any]()
     writer = Writer(lambda: begin(about), report)
-    for line in lines:
-        request = json.loads(line)
-        if "end" in request:
-            writer.end(request["end"], request["summary"])
-            return
-        writer.write(request["items"])
+    for message in messages:
+        match message:
+            case Open():
+                about |= message.about
+            case Write(items):
+                writer.write(items)
+            case End(state, summary):
+                writer.end(state, summary)
+                return
     writer.end("stopped", None)
 
 
@@ -104,7 +106,7 @@ def main(name: str) -> None:
     errors = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print
     module = importlib.import_module(f"rolecall.observe.sinks.{name}")
-    serve(iter(sys.stdin.buffer), lambda error: print(error, file=errors, flush=True), module.begin)
+    serve(read(sys.stdin.buffer), lambda error: print(error, file=errors, flush=True), module.begin)
 
 
 if __name__ == "__main__":

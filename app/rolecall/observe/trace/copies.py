@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
+from rolecall.messages.codec import convert
 from rolecall.record.clock import Reading
 from rolecall.record.records import MAX_FILES, copy_name, line
 
@@ -31,9 +30,6 @@ class Chunk:
     wall_ns: int = 0
 
 
-_CHUNKS = TypeAdapter(Chunk)
-
-
 @dataclass
 class TraceCopies:
     """The copies of one rank's files in `folder`. `have` is how much of each need not be asked for."""
@@ -44,7 +40,7 @@ class TraceCopies:
 
     def add(self, reply: dict[str, Any]) -> Chunk:
         """Writes what the rank has replied. Raises ValueError if that is no chunk, and OSError."""
-        chunk = _CHUNKS.validate_python(reply)
+        chunk: Chunk = convert(Chunk, reply)
         if not chunk.data:
             return chunk
         begun = self.have.pop(chunk.file, 0)  # after a write that fails halfway, the file is copied again

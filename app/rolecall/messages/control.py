@@ -1,0 +1,55 @@
+"""Requests to the control socket of `rolecall run`, and its replies: a line of JSON each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from rolecall.gang.protocol import name_of
+
+
+class ListRanks(Struct, frozen=True, tag="ranks", tag_field="what"):
+    """Asks for the run's ranks."""
+
+
+class ScaleRole(Struct, frozen=True, tag="scale", tag_field="what"):
+    """Gives a role `count` ranks."""
+
+    role: str
+    count: int
+
+
+class KillRank(Struct, frozen=True, tag="kill", tag_field="what"):
+    """Kills a rank, or only its processes that are `part` if that is not empty."""
+
+    role: str
+    ordinal: int
+    part: str
+
+
+Request = ListRanks | ScaleRole | KillRank
+
+
+@dataclass(frozen=True)
+class ListedRank:
+    """A rank of a run; `pid` is its supervisor's, 0 while it has no process, on `host` if that is not empty."""
+
+    role: str
+    ordinal: int
+    pid: int
+    state: str
+    host: str = ""
+
+    @property
+    def name(self) -> str:
+        """As remote calls name it: `observer_1`."""
+        return name_of((self.role, self.ordinal))
+
+
+class Reply(Struct, frozen=True, omit_defaults=True):
+    """The ranks; or what the run has `done`; or why it does nothing."""
+
+    ranks: tuple[ListedRank, ...] = ()
+    done: str = ""
+    error: str = ""

@@ -14,7 +14,7 @@ from msgspec import Struct
 Key = tuple[str, int]  # a role and an ordinal in it
 # a role and ranges of ordinals in it: ("observer", ((0, 2), (5, 5))) is observer_0 to 2, and 5
 Ranges = tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
-WorkerState = Literal["none", "loading", "ready", "starting", "running", "ended"]
+WorkerState = Literal["none", "loading", "ready", "joining", "running", "draining", "leaving", "ended"]
 Failure = Literal["failed", "crashed", "stuck"]
 Outcome = Failure | Literal["", "finished", "drained", "killed", "refused", "lost", "silent", "stopped"]
 # why a generation ended, or an elastic rank was lost
@@ -36,9 +36,15 @@ EventKind = Literal[
     "failed",
 ]
 
-ALIVE: tuple[WorkerState, ...] = ("loading", "ready", "starting", "running")  # its process exists
-ATTACHED: tuple[WorkerState, ...] = ("starting", "running")  # it is part of a generation, or becomes one
+ATTACHED: tuple[WorkerState, ...] = (
+    "joining",
+    "running",
+    "draining",
+    "leaving",
+)  # part of a generation, or becomes one
+MET: tuple[WorkerState, ...] = ("running", "draining")  # part of a generation, and its peers can call it
 DETACHED: tuple[WorkerState, ...] = ("loading", "ready")  # alive, and part of none
+ALIVE: tuple[WorkerState, ...] = DETACHED + ATTACHED  # its process exists
 ACTIVE: tuple[GangState, ...] = ("running", "draining", "stopping")
 OVER: tuple[GangState, ...] = ("finished", "failed")
 ERRORS: tuple[Outcome, ...] = ("failed", "crashed", "stuck")  # count as failures; a worker killed from outside does not

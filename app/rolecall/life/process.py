@@ -1,0 +1,329 @@
+"""One worker process, from its fork to its end, as its supervisor sees it. Pure logic.
+
+The driver calls a method for each event, and does what the returned batch says, in order. It calls `tick` once the
+batch's deadline has passed. Times are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import dataclass
+
+from rolecall.declare.task import Attachment
+from rolecall.gang.protocol import ALIVE, ATTACHED, Join, LostPeer, Outcome, WorkerState, WorkerStatus
+from rolecall.messages import worker as messages
+from rolecall.record.files import FileWork
+from rolecall.record.history import Record
+from rolecall.record.pending_calls import Reported
+
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+MAX_ERROR_CHARS = 4000  # of an error, from its end, that are sent to rank 0
+UNKNOWN_CODE = 255  # the fork server is gone too, and with it the exit code
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Fork the process. `forked` or `not_forked` follows."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send the process a message."""
+
+    message: messages.ToWorker
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep records of the run's history."""
+
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class LogStacks:
+    """Log the stacks of the process, which is `silent`, or has reported them itself as `text`. `dumped` follows."""
+
+    silent: bool
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Send the process SIGKILL. `exited` follows."""
+
+
+Effect = Fork | Send | Keep | LogStacks | Kill
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is to be done now, in order, and when `tick` is due. `changed`: the status is another one."""
+
+    effects: tuple[Effect, ...] = ()
+    deadline: float = math.inf
+    changed: bool = False
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process has exited: its code, negative for a signal, None if unknown; who or what killed it, in words; and
+    the newest step in its metrics, which outlive it."""
+
+    code: int | None
+    killer: str = ""
+    step: int = 0
+
+
+class WorkerLife:
+    """One worker, which is started with an `attachment`, or to load, or for a `check` of the settings.
+
+    `generation` and `join` are those of its newest part in a generation, or of the one that it loads for.
+    """
+
+    def __init__(self, attachment: Attachment | None, *, check: bool, now: float) -> None:
+        self.check = check
+        self.state: WorkerState = "joining" if attachment else "loading"
+        self.generation = attachment.generation if attachment else 0
+        self.join = attachment.me.join if attachment else 0
+        self.outcome: Outcome = ""
+        self.error = ""
+        self.step = 0
+        self.summary: dict[str, object] = {}
+        self.drains_failed = 0
+        self.lost_peers: tuple[LostPeer, ...] = ()
+        self.phase, self.phase_since = "checking" if check else "", now
+        self.long_calls: tuple[Reported, ...] = ()  # as of the last message
+        self.file_work: FileWork | None = None  # so is this
+        self.heard_at = now  # when it last sent something
+        self.exists = False  # its process has been forked, and has not exited as far as is known
+        self._loaded = False  # its role's object is made, or waits for peers
+        self._departure: tuple[Outcome, str] = "", ""  # of a ready worker: why it left its generation, and the error
+        self._leave_because = ""  # what it leaves its generation for, while it is leaving
+        self.leave_by = math.inf
+        self._kill_outcome: Outcome = ""  # of a process that is to be killed
+        self._dumping = False  # its stacks, before it is killed
+        self.traced = False  # it records a trace
+        self._effects: list[Effect] = []
+        self._changed = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended, as far as is known."""
+        return self.state in ALIVE
+
+    @property
+    def attached(self) -> bool:
+        """Whether it is a part of a generation, or becomes one."""
+        return self.state in ATTACHED
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether it is to be killed, or told to exit, and so becomes no part of a generation any more."""
+        return bool(self._kill_outcome)
+
+    @property
+    def last_heartbeat(self) -> float | None:
+        """When it last sent something; None without a process."""
+        return self.heard_at if self.alive and self.exists else None
+
+    def status(self) -> WorkerStatus:
+        """What rank 0 is told of it."""
+        outcome, error = (self.outcome, self.error) if self.attached or not self.alive else self._departure
+        return WorkerStatus(
+            generation=self.generation,
+            join=self.join,
+            state=self.state,
+            outcome=outcome,
+            error=error[-MAX_ERROR_CHARS:],
+            step=self.step,
+            summary=self.summary,
+            drains_failed=self.drains_failed,
+            lost_peers=self.lost_peers,
+            phase=self.phase if self.alive else "",
+        )
+
+    def _batch(self) -> Batch:
+        effects, self._effects = tuple(self._effects), []
+        changed, self._changed = self._changed, False
+        return Batch(effects, self.leave_by if self.alive else math.inf, changed)
+
+    # ---- the process
+
+    def fork(self) -> Batch:
+        """It is to be started."""
+        self._effects.append(Fork())
+        return self._batch()
+
+    def forked(self, now: float) -> Batch:
+        """Its process exists."""
+        self.exists, self.heard_at, self._changed = True, now, True
+        if self._kill_outcome:
+            self._effects.append(Kill())
+        return self._batch()
+
+    def not_forked(self, problem: str, *, killed: bool) -> Batch:
+        """There is no process, because of `problem`; `killed`: for a reason that is no fault of what it would run."""
+        outcome: Outcome = self._kill_outcome or ("killed" if killed else "failed")
+        self._end(outcome, problem)
+        return self._batch()
+
+    def exited(self, exit: Exit) -> Batch:
+        """Its process has exited, and all that it sent was received."""
+        self.exists, code = False, exit.code
+        if self.outcome:  # it sent its result
+            self._end(self.outcome, self.error)
+        elif self._kill_outcome:
+            self._end(self._kill_outcome, self.error)
+        elif code == 0 and self.state == "leaving":  # its role does not stay
+            self._end("stopped", self.error)
+        elif code is not None and code < 0 and -code in CRASHES:
+            self._end("crashed", f"ended by {signal.Signals(-code).name}")
+        elif code is not None and 0 < code < UNKNOWN_CODE:
+            self._end("crashed", f"ended with exit code {code}")
+        else:
+            self.step = max(self.step, exit.step)
+            self._end("killed", exit.killer)
+        return self._batch()
+
+    def _end(self, outcome: Outcome, error: str) -> None:
+        self.outcome, self.error, self.state, self._changed = outcome, error, "ended", True
+
+    # ---- what it says
+
+    def received(self, message: messages.FromWorker, now: float) -> Batch:
+        """It sent `message`. Messages of a part that it has left, or has not begun, say nothing."""
+        self.heard_at = now
+        match message:
+            case messages.Report():
+                self._report(message, now)
+            case messages.Records(records):
+                self._effects.append(Keep(records))
+            case messages.Loaded():
+                self._loaded = True
+                self._move(self.state == "loading", "ready")
+            case messages.Connected(generation, join):
+                self._move(self.state == "joining" and self._is_part(generation, join), "running")
+            case messages.Detached(generation, join, problem):
+                if self.attached and self._is_part(generation, join):
+                    self._left(problem or self._leave_because)
+            case messages.DrainRefused(problem):
+                self.drains_failed, self.error, self._changed = self.drains_failed + 1, problem, True
+                self._move(self.state == "draining", "running")
+            case messages.PeerLost(peer, replace):
+                self.lost_peers += (LostPeer(Join(peer.role, peer.ordinal, peer.join), replace),)
+                self._changed = True
+            case messages.Stuck(problem, stacks):
+                self.error = problem
+                self._dump_and_kill("stuck", LogStacks(silent=False, text=stacks))
+            case messages.Result(outcome, error, step, summary):
+                self.outcome, self.error, self.step, self.summary = outcome, error, step, summary
+                self._changed = True
+        return self._batch()
+
+    def _report(self, report: messages.Report, now: float) -> None:
+        self._effects.append(Keep(report.records))
+        if self.phase != report.phase:
+            self.phase_since, self._changed = now, True
+        self._changed |= self.step == 0 and report.step > 0
+        self.step, self.phase = report.step, report.phase
+        self.long_calls, self.file_work = report.long_calls, report.file_work
+
+    def _is_part(self, generation: int, join: int) -> bool:
+        return (generation, join) == (self.generation, self.join)
+
+    def _move(self, holds: bool, state: WorkerState) -> None:
+        if holds:
+            self.state, self._changed = state, True
+
+    def _left(self, problem: str) -> None:
+        self.state, self._departure, self.leave_by = "ready", ("lost" if problem else "stopped", problem), math.inf
+        self._changed = True
+
+    # ---- orders
+
+    def relabel(self, generation: int, join: int) -> Batch:
+        """It loads for that part in a generation from now on, or is ready for it."""
+        if not self._is_part(generation, join):
+            self.generation, self.join, self._departure, self._changed = generation, join, ("", ""), True
+        return self._batch()
+
+    def attach(self, attachment: Attachment) -> Batch:
+        """It becomes a part of a generation."""
+        if self.alive:
+            self.generation, self.join, self.state = attachment.generation, attachment.me.join, "joining"
+            self.outcome, self.error, self.step, self.summary = "", "", 0, {}
+            self.drains_failed, self.lost_peers = 0, ()
+            self._departure, self._leave_because, self.leave_by = ("", ""), "", math.inf
+            self._effects.append(Send(messages.Attach(attachment)))
+            self._changed = True
+        return self._batch()
+
+    def update(self, attachment: Attachment, *, drain: bool) -> Batch:
+        """Others have joined its generation or were lost; `drain`: it is to write the last checkpoint."""
+        if self.attached:
+            self._effects.append(Send(messages.Update(attachment)))
+            if drain:
+                self._effects.append(Send(messages.Drain()))
+                self._move(self.state == "running", "draining")
+        return self._batch()
+
+    def detach(self, by: float, problem: str = "") -> Batch:
+        """It leaves its generation, perhaps because of `problem`; it is killed if it has not by then."""
+        if self.attached and self.state != "leaving":
+            self._leave_because, self.leave_by = problem, by
+            self._move(True, "leaving")
+            self._effects.append(Send(messages.Detach()))
+        elif self.attached:
+            self.leave_by = min(self.leave_by, by)
+        return self._batch()
+
+    def end(self, by: float, now: float) -> Batch:
+        """It writes what it has recorded, and exits; it is killed if it has not by then."""
+        self._kill_outcome = self._kill_outcome or "stopped"
+        if by <= now:
+            self._kill()
+        else:
+            self.leave_by = by
+            self._effects.append(Send(messages.End()))
+        return self._batch()
+
+    def kill(self, outcome: Outcome, *, over: bool = False) -> Batch:
+        """It is killed, and ends with `outcome`, unless it has sent a result, or was `over` before; a silent one once
+        its stacks are logged."""
+        if outcome == "silent" and self.exists and not over:
+            self._dump_and_kill(outcome, LogStacks(silent=True))
+        elif self.alive:
+            if not over:
+                self._kill_outcome = self._kill_outcome or outcome
+            self._kill()
+        return self._batch()
+
+    def fail(self, problem: str, *, over: bool = False) -> Batch:
+        """It is killed because of `problem`, a failure of its own."""
+        self.error = problem
+        return self.kill("failed", over=over)
+
+    def _dump_and_kill(self, outcome: Outcome, effect: LogStacks) -> None:
+        self._kill_outcome = self._kill_outcome or outcome
+        if not self._dumping:
+            self._dumping = self._changed = True
+            self._effects.append(effect)
+
+    def dumped(self) -> Batch:
+        """Its stacks are logged."""
+        self._kill()
+        return self._batch()
+
+    def _kill(self) -> None:
+        self.leave_by = math.inf
+        if self.exists:  # otherwise once it does
+            self._effects.append(Kill())
+
+    def tick(self, now: float) -> Batch:
+        """Moves on to `now`."""
+        if self.alive and now >= self.leave_by:
+            self._kill_outcome = self._kill_outcome or "stopped"
+            self._kill()
+        return self._batch()

@@ -1,0 +1,1 @@
+"""The rules of a worker's life, as scripts."""

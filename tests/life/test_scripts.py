@@ -1,0 +1,188 @@
+"""The rules of a worker's life as scripts: `*.txt`, one rule each, named by it.
+
+A script is a list of blocks. A block has commands, a line `----`, and what they print: the effects, and the status if
+it has changed. `pytest tests/life --rewrite` writes the output instead of checking it: read the difference.
+
+    rank ROLE spares=2 lease=6          a rank, whose role is `-` if the gang assigns one
+    do KIND DIRECTIVE name=value ...    an action of its member for a directive, such as `do start run generation=3`
+    check ROLE | detach PROBLEM | close
+    forked 1 | not-forked 1 killed PROBLEM
+    says 1 NAME name=value ...          the worker 1 sends a message
+    exits 1 CODE killer=... step=7      its process exits; CODE is a number, or `?`
+    traces 1                            the worker 1 records a trace
+    kill 1 OUTCOME over | fail 1 PROBLEM | dumped 1 | handed-over
+    wait 2s                             time passes
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from rolecall.declare.task import Attachment, Peer
+from rolecall.gang.member import Action
+from rolecall.gang.protocol import Directive
+from rolecall.life import process, workers
+from rolecall.life.process import Exit
+from rolecall.life.workers import Batch, Do, Make, RankWorkers, Times
+from rolecall.messages import worker as messages
+
+SCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
+MESSAGES: dict[str, Any] = {
+    "report": messages.Report,
+    "loaded": messages.Loaded,
+    "connected": messages.Connected,
+    "detached": messages.Detached,
+    "drain-refused": messages.DrainRefused,
+    "stuck": messages.Stuck,
+    "result": messages.Result,
+}
+QUIET = {"records", "long_calls", "summary"}  # what is printed of no message
+
+
+def value_of(text: str) -> Any:
+    return int(text) if re.fullmatch(r"-?\d+", text) else text == "true" if text in ("true", "false") else text
+
+
+def options(words: list[str]) -> dict[str, Any]:
+    return {name: value_of(value.replace("_", " ")) for name, _, value in (word.partition("=") for word in words)}
+
+
+def attachment_of(directive: Directive) -> Attachment:
+    me = Peer(directive.role, directive.ordinal, int(directive.role != "lead"), directive.join)
+    return Attachment(directive.generation, me, (me,))
+
+
+def shown(effect: Any) -> str:
+    """An effect or a message: its name, and what it says."""
+    is_message = isinstance(effect, Struct)
+    values = {name: getattr(effect, name) for name in (effect.__struct_fields__ if is_message else vars(effect))}
+    if attachment := values.pop("attachment", None):
+        values |= {"generation": attachment.generation, "join": attachment.me.join}
+    said = [f"{name}={value}" for name, value in values.items() if value and name not in QUIET]
+    return " ".join([re.sub(r"(?<!^)(?=[A-Z])", "-", type(effect).__name__).lower(), *said])
+
+
+class World:
+    """A rank's workers, driven by a script."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.workers: RankWorkers
+        self.status = ""
+
+    def run(self, line: str) -> list[str]:
+        """Carries out a command. Returns what it prints."""
+        command, *words = line.split()
+        batch = getattr(self, "_" + command.replace("-", "_"))(*words)
+        return self.printed(batch) if batch else []
+
+    def printed(self, batch: Batch) -> list[str]:
+        lines = []
+        for effect in batch.effects:
+            match effect:
+                case Do(number, process.Send(message)):
+                    lines.append(f"{number}: send {shown(message)}")
+                case Do(number, process.Keep(records)):
+                    lines += [f"{number}: keep"] if records else []
+                case Do(number, other):
+                    lines.append(f"{number}: {shown(other)}")
+                case Make(number, place, attachment, check):
+                    what = "check" if check else f"generation {attachment.generation}" if attachment else "load"
+                    lines.append(f"{number}: make {place[0]}_{place[1]} {what}")
+                case _:
+                    lines.append(shown(effect))
+        status = self.workers.status()
+        said = f"{status.state} in {status.generation}/{status.join}"
+        said += f", {status.outcome}" * bool(status.outcome) + f": {status.error}" * bool(status.error)
+        if said != self.status:
+            assert batch.changed or self.status == "", "a changed status is reported"
+            self.status = said
+            lines.append(f"-> {said}")
+        if batch.deadline < math.inf:
+            lines.append(f"until {batch.deadline:g} s")
+        return lines + ["done"] * batch.done
+
+    def _rank(self, role: str, *words: str) -> None:
+        numbers = {"spares": 0, "lease": 6, "phase_timeout": 1800} | options([*words])
+        spares = numbers.pop("spares")
+        times = Times(numbers["lease"], numbers["phase_timeout"], spare_pause=1)
+        self.workers = RankWorkers(
+            "" if role == "-" else role, times, spares=lambda _: spares, attachment_of=attachment_of
+        )
+        self.status = "none in 0/0"
+
+    def _do(self, kind: Any, directive: Any, *words: str) -> Batch:
+        fields = {"role": "worker", "ordinal": 1, "epoch": 1} | options([*words])
+        return self.workers.carry_out(Action(kind, Directive(kind=directive, **fields)), self.now)
+
+    def _check(self, role: str = "") -> Batch:
+        return self.workers.check(role, self.now)
+
+    def _detach(self, *problem: str) -> Batch:
+        return self.workers.detach(self.now + 1, " ".join(problem), self.now)
+
+    def _traces(self, number: str) -> None:
+        self.workers.lives[int(number)].traced = True
+
+    def _close(self) -> Batch:
+        return self.workers.close(self.now)
+
+    def _forked(self, number: str) -> Batch:
+        return self.workers.forked(int(number), self.now)
+
+    def _not_forked(self, number: str, why: str, *problem: str) -> Batch:
+        return self.workers.not_forked(int(number), " ".join(problem), self.now, killed=why == "killed")
+
+    def _says(self, number: str, name: str, *words: str) -> Batch:
+        fields = {"report": {"step": 0}, "stuck": {"stacks": ""}}.get(name, {}) | options([*words])
+        return self.workers.received(int(number), MESSAGES[name](**fields), self.now)
+
+    def _exits(self, number: str, code: str, *words: str) -> Batch:
+        ending = Exit(None if code == "?" else int(code), **options([*words]))
+        return self.workers.exited(int(number), ending, self.now)
+
+    def _kill(self, number: str, outcome: Any, over: str = "") -> Batch:
+        return self.workers.kill(int(number), outcome, self.now, over=bool(over))
+
+    def _fail(self, number: str, *problem: str) -> Batch:
+        return self.workers.fail(int(number), " ".join(problem), self.now)
+
+    def _dumped(self, number: str) -> Batch:
+        return self.workers.dumped(int(number), self.now)
+
+    def _handed_over(self) -> Batch:
+        return self.workers.handed_over(self.now)
+
+    def _wait(self, seconds: str) -> Batch:
+        self.now += float(seconds.rstrip("s"))
+        return self.workers.tick(self.now)
+
+
+def play(script: str) -> str:
+    """`script` with what its commands print."""
+    world, blocks = World(), []
+    for block in re.split(r"\n\s*\n", script.strip()):
+        commands = block.partition("\n----")[0].splitlines()
+        printed = [line for command in commands if not command.startswith("#") for line in world.run(command)]
+        blocks.append("\n".join([*commands, "----", *printed]))
+    return "\n\n".join(blocks) + "\n"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_script(path: Path, request: pytest.FixtureRequest) -> None:
+    script = path.read_text()
+    printed = play(script)
+    if request.config.getoption("--rewrite", default=False):
+        path.write_text(printed)
+    assert printed == path.read_text()
+
+
+def test_no_script_is_without_a_rule() -> None:
+    assert len(SCRIPTS) > 10
+    assert workers.__doc__

@@ -101,7 +101,7 @@ class WorkerLife:
         self._loaded = False  # its role's object is made, or waits for peers
         self._departure: tuple[Outcome, str] = "", ""  # of a ready worker: why it left its generation, and the error
         self._leave_because = ""  # what it leaves its generation for, while it is leaving
-        self.leave_by = math.inf
+        self._leave_by = math.inf
         self._kill_outcome: Outcome = ""  # of a process that is to be killed
         self._dumping = False  # its stacks, before it is killed
         self.traced = False  # it records a trace
@@ -147,7 +147,12 @@ class WorkerLife:
     def _batch(self) -> Batch:
         effects, self._effects = tuple(self._effects), []
         changed, self._changed = self._changed, False
-        return Batch(effects, self.leave_by if self.alive else math.inf, changed)
+        return Batch(effects, self.deadline, changed)
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` is due."""
+        return self._leave_by if self.alive else math.inf
 
     # ---- the process
 
@@ -238,7 +243,7 @@ class WorkerLife:
             self.state, self._changed = state, True
 
     def _left(self, problem: str) -> None:
-        self.state, self._departure, self.leave_by = "ready", ("lost" if problem else "stopped", problem), math.inf
+        self.state, self._departure, self._leave_by = "ready", ("lost" if problem else "stopped", problem), math.inf
         self._changed = True
 
     # ---- orders
@@ -255,7 +260,7 @@ class WorkerLife:
             self.generation, self.join, self.state = attachment.generation, attachment.me.join, "joining"
             self.outcome, self.error, self.step, self.summary = "", "", 0, {}
             self.drains_failed, self.lost_peers = 0, ()
-            self._departure, self._leave_because, self.leave_by = ("", ""), "", math.inf
+            self._departure, self._leave_because, self._leave_by = ("", ""), "", math.inf
             self._effects.append(Send(messages.Attach(attachment)))
             self._changed = True
         return self._batch()
@@ -272,11 +277,11 @@ class WorkerLife:
     def detach(self, by: float, problem: str = "") -> Batch:
         """It leaves its generation, perhaps because of `problem`; it is killed if it has not by then."""
         if self.attached and self.state != "leaving":
-            self._leave_because, self.leave_by = problem, by
+            self._leave_because, self._leave_by = problem, by
             self._move(True, "leaving")
             self._effects.append(Send(messages.Detach()))
         elif self.attached:
-            self.leave_by = min(self.leave_by, by)
+            self._leave_by = min(self._leave_by, by)
         return self._batch()
 
     def end(self, by: float, now: float) -> Batch:
@@ -285,7 +290,7 @@ class WorkerLife:
         if by <= now:
             self._kill()
         else:
-            self.leave_by = by
+            self._leave_by = by
             self._effects.append(Send(messages.End()))
         return self._batch()
 
@@ -317,13 +322,13 @@ class WorkerLife:
         return self._batch()
 
     def _kill(self) -> None:
-        self.leave_by = math.inf
+        self._leave_by = math.inf
         if self.exists:  # otherwise once it does
             self._effects.append(Kill())
 
     def tick(self, now: float) -> Batch:
         """Moves on to `now`."""
-        if self.alive and now >= self.leave_by:
+        if self.alive and now >= self._leave_by:
             self._kill_outcome = self._kill_outcome or "stopped"
             self._kill()
         return self._batch()

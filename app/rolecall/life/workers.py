@@ -190,7 +190,7 @@ class RankWorkers:
         return Batch(effects, self._deadline(), changed, done)
 
     def _deadline(self) -> float:
-        deadlines = [life.leave_by for life in self.lives.values()]
+        deadlines = [life.deadline for life in self.lives.values()]
         if self._check:
             limit = self._check.began + self.times.phase_timeout if self._check.tries else math.inf
             deadlines += [self._check.log_at, limit]

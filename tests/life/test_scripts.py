@@ -12,6 +12,15 @@ it has changed. `pytest tests/life --rewrite` writes the output instead of check
     traces 1                            the worker 1 records a trace
     kill 1 OUTCOME over | fail 1 PROBLEM | dumped 1 | handed-over
     wait 2s                             time passes
+
+A script that begins with `worker` is about the worker's own side:
+
+    worker stays hook_limit=10          a worker; without `stays` it ends with its generation
+    attach 3/1 | detach | loaded        orders, and what its object needs; 3/1 is generation 3, part number 1
+    met 3/1 | not-met 3/1 lost PROBLEM  its workers have met; they have not, `lost` since one is gone, or `failed`
+    provided hook                       its object is made, which has a method `attached`
+    attached 3/1 failed PROBLEM         that has returned; or it has raised, `lost` or `failed`
+    next-run | ran                      its main thread asks for the part to run for; the function has returned
 """
 
 from __future__ import annotations
@@ -27,7 +36,8 @@ from msgspec import Struct
 from rolecall.declare.task import Attachment, Peer
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive
-from rolecall.life import process, workers
+from rolecall.life import parts, process
+from rolecall.life.parts import PartId, WorkerParts
 from rolecall.life.process import Exit
 from rolecall.life.workers import Batch, Do, Make, RankWorkers, Times
 from rolecall.messages import worker as messages
@@ -164,9 +174,78 @@ class World:
         return self.workers.tick(self.now)
 
 
+class Inside:
+    """A worker's own side, driven by a script."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.parts: WorkerParts
+
+    def run(self, line: str) -> list[str]:
+        """Carries out a command. Returns what it prints."""
+        command, *words = line.split()
+        batch = getattr(self, "_" + command.replace("-", "_"))(*words)
+        if not isinstance(batch, parts.Batch):
+            return [f"-> {batch}"] if batch else []
+        lines = []
+        for effect in batch.effects:
+            match effect:
+                case parts.Report(message):
+                    lines.append(f"report {shown(message)}")
+                case parts.Meet(attachment):
+                    lines.append(f"meet {attachment.generation}/{attachment.me.join}")
+                case parts.Fail(problem):
+                    lines.append(f"fail {problem}")
+                case other:
+                    lines.append(f"{shown(other).split()[0]} {other.part.generation}/{other.part.join}")
+        return lines + [f"until {batch.deadline:g} s"] * (batch.deadline < math.inf)
+
+    def _worker(self, *words: str) -> None:
+        limit = options([word for word in words if "=" in word]).get("hook_limit", 1800)
+        self.parts = WorkerParts(stays="stays" in words, hook_limit=limit)
+
+    def _attach(self, part: str) -> parts.Batch:
+        generation, join = map(int, part.split("/"))
+        me = Peer("worker", 1, 1, join)
+        return self.parts.attach(Attachment(generation, me, (me,)))
+
+    def _detach(self) -> parts.Batch:
+        return self.parts.detach()
+
+    def _loaded(self) -> parts.Batch:
+        return self.parts.loaded()
+
+    def _met(self, part: str) -> parts.Batch:
+        return self.parts.met(part_of(part), self.now)
+
+    def _not_met(self, part: str, why: str, *problem: str) -> parts.Batch:
+        return self.parts.not_met(part_of(part), " ".join(problem), lost=why == "lost")
+
+    def _provided(self, hook: str = "") -> parts.Batch:
+        return self.parts.provided(self.now, hook=bool(hook))
+
+    def _attached(self, part: str, why: str = "", *problem: str) -> parts.Batch:
+        return self.parts.attached(part_of(part), self.now, " ".join(problem), lost=why == "lost")
+
+    def _next_run(self) -> str:
+        return "{}/{}".format(*part) if (part := self.parts.next_run()) else "none"
+
+    def _ran(self) -> None:
+        self.parts.ran()
+
+    def _wait(self, seconds: str) -> parts.Batch:
+        self.now += float(seconds.rstrip("s"))
+        return self.parts.tick(self.now)
+
+
+def part_of(text: str) -> PartId:
+    generation, join = map(int, text.split("/"))
+    return PartId(generation, join)
+
+
 def play(script: str) -> str:
     """`script` with what its commands print."""
-    world, blocks = World(), []
+    world, blocks = Inside() if script.startswith("worker") else World(), []
     for block in re.split(r"\n\s*\n", script.strip()):
         commands = block.partition("\n----")[0].splitlines()
         printed = [line for command in commands if not command.startswith("#") for line in world.run(command)]
@@ -183,6 +262,5 @@ def test_script(path: Path, request: pytest.FixtureRequest) -> None:
     assert printed == path.read_text()
 
 
-def test_no_script_is_without_a_rule() -> None:
-    assert len(SCRIPTS) > 10
-    assert workers.__doc__
+def test_scripts_are_there() -> None:
+    assert len(SCRIPTS) > 20

@@ -50,7 +50,7 @@ CAUSES = (
     "refused",
 )
 WORKER_CAUSES = ("killed", "crashed", "failed", "stuck", "silent", "lost", "refused")  # by which a worker may end early
-WORKER_STATES = ("none", "loading", "ready", "starting", "running", "ended")
+WORKER_STATES = ("none", "loading", "ready", "joining", "running", "draining", "leaving", "ended")
 PHASES = ("none", "checking", "loading", "restoring", "compiling", "evaluating", "saving")
 GANG_STATES = ("gathering", "running", "draining", "stopping", "finished", "failed")
 

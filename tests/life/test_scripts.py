@@ -16,7 +16,7 @@ it has changed. `pytest tests/life --rewrite` writes the output instead of check
 A script that begins with `worker` is about the worker's own side:
 
     worker stays hook_limit=10          a worker; without `stays` it ends with its generation
-    attach 3/1 | detach | loaded        orders, and what its object needs; 3/1 is generation 3, part number 1
+    attach 3/1 | detach                 orders; 3/1 is generation 3, part number 1
     met 3/1 | not-met 3/1 lost PROBLEM  its workers have met; they have not, `lost` since one is gone, or `failed`
     provided hook                       its object is made, which has a method `attached`
     attached 3/1 failed PROBLEM         that has returned; or it has raised, `lost` or `failed`
@@ -37,9 +37,9 @@ from rolecall.declare.task import Attachment, Peer
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive
 from rolecall.life import parts, process
-from rolecall.life.parts import PartId, WorkerParts
+from rolecall.life.parts import Failure, PartId, WorkerParts
 from rolecall.life.process import Exit
-from rolecall.life.workers import Batch, Do, Make, RankWorkers, Times
+from rolecall.life.workers import Batch, Do, Make, RankWorkers, SpareRules, Times
 from rolecall.messages import worker as messages
 
 SCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
@@ -121,9 +121,9 @@ class World:
     def _rank(self, role: str, *words: str) -> None:
         numbers = {"spares": 0, "lease": 6, "phase_timeout": 1800} | options([*words])
         spares = numbers.pop("spares")
-        times = Times(numbers["lease"], numbers["phase_timeout"], spare_pause=1)
+        times, rules = Times(numbers["lease"], numbers["phase_timeout"]), SpareRules(spares, pause=1)
         self.workers = RankWorkers(
-            "" if role == "-" else role, times, spares=lambda _: spares, attachment_of=attachment_of
+            "" if role == "-" else role, times, spares=lambda _: rules, attachment_of=attachment_of
         )
         self.status = "none in 0/0"
 
@@ -194,8 +194,8 @@ class Inside:
                     lines.append(f"report {shown(message)}")
                 case parts.Meet(attachment):
                     lines.append(f"meet {attachment.generation}/{attachment.me.join}")
-                case parts.Fail(problem):
-                    lines.append(f"fail {problem}")
+                case parts.Fail(error):
+                    lines.append(f"fail {error}")
                 case other:
                     lines.append(f"{shown(other).split()[0]} {other.part.generation}/{other.part.join}")
         return lines + [f"until {batch.deadline:g} s"] * (batch.deadline < math.inf)
@@ -212,20 +212,17 @@ class Inside:
     def _detach(self) -> parts.Batch:
         return self.parts.detach()
 
-    def _loaded(self) -> parts.Batch:
-        return self.parts.loaded()
-
     def _met(self, part: str) -> parts.Batch:
         return self.parts.met(part_of(part), self.now)
 
     def _not_met(self, part: str, why: str, *problem: str) -> parts.Batch:
-        return self.parts.not_met(part_of(part), " ".join(problem), lost=why == "lost")
+        return self.parts.not_met(part_of(part), failure_of(why, problem))
 
     def _provided(self, hook: str = "") -> parts.Batch:
         return self.parts.provided(self.now, hook=bool(hook))
 
     def _attached(self, part: str, why: str = "", *problem: str) -> parts.Batch:
-        return self.parts.attached(part_of(part), self.now, " ".join(problem), lost=why == "lost")
+        return self.parts.attached(part_of(part), self.now, failure_of(why, problem) if why else None)
 
     def _next_run(self) -> str:
         return "{}/{}".format(*part) if (part := self.parts.next_run()) else "none"
@@ -236,6 +233,11 @@ class Inside:
     def _wait(self, seconds: str) -> parts.Batch:
         self.now += float(seconds.rstrip("s"))
         return self.parts.tick(self.now)
+
+
+def failure_of(why: str, words: tuple[str, ...]) -> Failure:
+    problem = " ".join(words)
+    return Failure(RuntimeError(problem), problem, lost=why == "lost")
 
 
 def part_of(text: str) -> PartId:

@@ -17,6 +17,7 @@ from rolecall.gang.protocol import (
     DETACHED,
     DRAIN_EXEMPT_PHASES,
     ERRORS,
+    MET,
     OVER,
     PEER_REPORT_SECONDS,
     Answer,
@@ -211,7 +212,7 @@ class Gang:
         match worker.state:
             case "ready" if part.state == "loading":
                 part.state = "ready"
-            case "running" if part.state == "joining":
+            case "running" | "draining" if part.state == "joining":
                 part.state = "met"
             case "ready" if part.state == "joining" and worker.outcome == "lost":
                 self._lose(key, "lost", f"{name_of(key)} could not join: {worker.error}", now)
@@ -229,7 +230,7 @@ class Gang:
             self._finishing, self.summary = True, worker.summary
         if not self._live(self.rank0):
             return
-        generation.connected |= worker.state == "running"
+        generation.connected |= worker.state in MET
         if worker.step:
             self.events += self._budget.advance(worker.step, now)
         for peer in worker.lost_peers:

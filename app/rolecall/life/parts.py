@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rolecall.declare.task import Attachment
-from rolecall.messages.worker import Connected, Detached, Loaded
+from rolecall.errors import RankError
+from rolecall.messages.worker import Connected, Detached
 
 Step = Literal["meeting", "met", "introduced", "serving", "left"]
 
@@ -29,6 +30,15 @@ class PartId(NamedTuple):
 
     generation: int
     join: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What was raised, and in words; `lost`: because a peer is gone."""
+
+    error: BaseException
+    problem: str
+    lost: bool
 
 
 @dataclass(frozen=True)
@@ -63,14 +73,14 @@ class Leave:
 class Report:
     """Send the supervisor a message."""
 
-    message: Loaded | Connected | Detached
+    message: Connected | Detached
 
 
 @dataclass(frozen=True)
 class Fail:
-    """End the process because of `problem`, as one whose function raised it."""
+    """End the process because of `error`, as one whose function raised it."""
 
-    problem: str
+    error: BaseException
 
 
 Effect = Meet | CallAttached | Serve | Leave | Report | Fail
@@ -96,7 +106,6 @@ class WorkerParts:
         self._hooked: PartId | None = None  # for which `attached` runs
         self._hook_by = math.inf
         self._connected = False  # the supervisor knows that the newest part has met the others
-        self._loaded = False  # the supervisor knows that it is loaded
         self._ran: PartId | None = None  # the newest part that the function ran for
         self._effects: list[Effect] = []
 
@@ -109,10 +118,15 @@ class WorkerParts:
     def attach(self, attachment: Attachment) -> Batch:
         """The worker becomes a part of a generation."""
         self._leave("")
-        self.part, self.step = PartId(attachment.generation, attachment.me.join), "meeting"
-        self._connected, self._loaded = False, True
+        self.begin(attachment)
         self._effects.append(Meet(attachment))
         return self._batch()
+
+    def begin(self, attachment: Attachment) -> PartId:
+        """The worker meets the others of the generation that it was started for. Returns its part."""
+        self.part, self.step = PartId(attachment.generation, attachment.me.join), "meeting"
+        self._connected = False
+        return self.part
 
     def detach(self) -> Batch:
         """The worker leaves its generation, if it has one."""
@@ -126,13 +140,6 @@ class WorkerParts:
 
     # ---- events
 
-    def loaded(self) -> Batch:
-        """It is loaded, or needs its peers to go on; which is no news once it was attached."""
-        if not self._loaded:
-            self._loaded = True
-            self._effects.append(Report(Loaded()))
-        return self._batch()
-
     def met(self, part: PartId, now: float) -> Batch:
         """The workers of `part` have met."""
         if part == self.part and self.step == "meeting":
@@ -142,9 +149,9 @@ class WorkerParts:
             self._introduce(now)
         return self._batch()
 
-    def not_met(self, part: PartId, problem: str, *, lost: bool) -> Batch:
-        """They could not meet; `lost`: because one of them is gone."""
-        self._fall(part, problem, lost=lost)
+    def not_met(self, part: PartId, failure: Failure) -> Batch:
+        """They could not meet."""
+        self._fall(part, failure)
         return self._batch()
 
     def provided(self, now: float, *, hook: bool) -> Batch:
@@ -153,23 +160,23 @@ class WorkerParts:
         self._introduce(now)
         return self._batch()
 
-    def attached(self, part: PartId, now: float, problem: str = "", *, lost: bool = False) -> Batch:
-        """`attached` has returned, or raised `problem`; `lost`: because a peer is gone."""
+    def attached(self, part: PartId, now: float, failure: Failure | None = None) -> Batch:
+        """`attached` has returned, or raised."""
         self._hooked = None
-        if problem:
-            self._fall(part, problem, lost=lost)
+        if failure:
+            self._fall(part, failure)
         elif part == self.part and self.step == "introduced":
             self._serve(part)
         self._introduce(now)
         return self._batch()
 
-    def _fall(self, part: PartId, problem: str, *, lost: bool) -> None:
+    def _fall(self, part: PartId, failure: Failure) -> None:
         """The part failed. A worker that stays waits for another one, if a peer or the generation was lost with it."""
         is_over = part != self.part or self.step == "left"
-        if not self.stays or not (lost or is_over):
-            self._effects.append(Fail(problem))
+        if not self.stays or not (failure.lost or is_over):
+            self._effects.append(Fail(failure.error))
         elif not is_over:
-            self._leave(problem)
+            self._leave(failure.problem)
 
     def _introduce(self, now: float) -> None:
         """Lets peers call, once `attached` has run for this part. It runs once at a time."""
@@ -198,7 +205,8 @@ class WorkerParts:
         if now >= self._hook_by:
             self._hook_by = math.inf
             limit = f"PHASE_TIMEOUT={self.hook_limit:g} s"
-            self._effects.append(Fail(f"attached() of an earlier generation has not returned within {limit}"))
+            problem = f"attached() of an earlier generation has not returned within {limit}"
+            self._effects.append(Fail(RankError(problem)))
         return self._batch()
 
     # ---- the main thread

@@ -98,7 +98,6 @@ class WorkerLife:
         self.file_work: FileWork | None = None  # so is this
         self.heard_at = now  # when it last sent something
         self.exists = False  # its process has been forked, and has not exited as far as is known
-        self._loaded = False  # its role's object is made, or waits for peers
         self._departure: tuple[Outcome, str] = "", ""  # of a ready worker: why it left its generation, and the error
         self._leave_because = ""  # what it leaves its generation for, while it is leaving
         self._leave_by = math.inf
@@ -206,7 +205,6 @@ class WorkerLife:
             case messages.Records(records):
                 self._effects.append(Keep(records))
             case messages.Loaded():
-                self._loaded = True
                 self._move(self.state == "loading", "ready")
             case messages.Connected(generation, join):
                 self._move(self.state == "joining" and self._is_part(generation, join), "running")
@@ -305,10 +303,10 @@ class WorkerLife:
             self._kill()
         return self._batch()
 
-    def fail(self, problem: str, *, over: bool = False) -> Batch:
+    def fail(self, problem: str, *, outcome: Outcome = "failed", over: bool = False) -> Batch:
         """It is killed because of `problem`, a failure of its own."""
         self.error = problem
-        return self.kill("failed", over=over)
+        return self.kill(outcome, over=over)
 
     def _dump_and_kill(self, outcome: Outcome, effect: LogStacks) -> None:
         self._kill_outcome = self._kill_outcome or outcome
@@ -325,6 +323,10 @@ class WorkerLife:
         self._leave_by = math.inf
         if self.exists:  # otherwise once it does
             self._effects.append(Kill())
+
+    def suspended(self, seconds: float) -> None:
+        """The supervisor, and perhaps the worker, did not run for so long: that does not count."""
+        self._leave_by += seconds
 
     def tick(self, now: float) -> Batch:
         """Moves on to `now`."""

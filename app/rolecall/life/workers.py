@@ -28,11 +28,18 @@ MAX_DOUBLINGS = 16  # of the pause after a spare that failed
 
 @dataclass(frozen=True)
 class Times:
-    """Settings of the same names, in seconds; `spare_pause` is the first after a spare that failed."""
+    """Settings of the same names, in seconds."""
 
     lease: float
     phase_timeout: float
-    spare_pause: float
+
+
+@dataclass(frozen=True)
+class SpareRules:
+    """How many spares a role has, and the seconds until the next one after one that failed, twice as many each time."""
+
+    count: int
+    pause: float
 
 
 @dataclass(frozen=True)
@@ -136,17 +143,22 @@ class Batch:
 
 
 class RankWorkers:
-    """The workers of a rank with `role`, which is empty if the gang assigns one. It keeps `spares(role)` workers ready,
-    if it is not rank 0. `attachment_of` is the part in a generation that a directive gives this rank."""
+    """The workers of a rank with `role`, which is empty if the gang assigns one. Unless it is rank 0, it keeps spares
+    by the rules `spares(role)`. `attachment_of` is the part in a generation that a directive gives this rank."""
 
     def __init__(
-        self, role: str, times: Times, *, spares: Callable[[str], int], attachment_of: Callable[[Directive], Attachment]
+        self,
+        role: str,
+        times: Times,
+        *,
+        spares: Callable[[str], SpareRules],
+        attachment_of: Callable[[Directive], Attachment],
     ) -> None:
         self.role, self.times = role, times
         self.lives: dict[int, WorkerLife] = {}  # the rank's own, and those that have not ended
         self.current: int | None = None  # the rank's own
         self.spares: list[int] = []  # that have not ended
-        self._spares_wanted, self._attachment_of = spares, attachment_of
+        self._spare_rules, self._attachment_of = spares, attachment_of
         self._place: Key | None = None  # of the spares
         self._spare_failures, self._spare_at = 0, -math.inf  # in a row; when the next one may load
         self._closed = False
@@ -187,9 +199,11 @@ class RankWorkers:
         self._advance(now)
         effects, self._effects = tuple(self._effects), []
         changed, done, self._changed, self._done = self._changed, self._done, False, False
-        return Batch(effects, self._deadline(), changed, done)
+        return Batch(effects, self.deadline, changed, done)
 
-    def _deadline(self) -> float:
+    @property
+    def deadline(self) -> float:
+        """When `tick` is due."""
         deadlines = [life.deadline for life in self.lives.values()]
         if self._check:
             limit = self._check.began + self.times.phase_timeout if self._check.tries else math.inf
@@ -299,10 +313,10 @@ class RankWorkers:
             self._do(number, life.kill(outcome, over=over))
         return self._batch(now)
 
-    def fail(self, number: int, problem: str, now: float, *, over: bool = False) -> Batch:
+    def fail(self, number: int, problem: str, now: float, *, outcome: Outcome = "failed", over: bool = False) -> Batch:
         """Kills a worker because of `problem`, a failure of its own."""
         if (life := self.lives[number]).alive:
-            self._do(number, life.fail(problem, over=over))
+            self._do(number, life.fail(problem, outcome=outcome, over=over))
         return self._batch(now)
 
     def close(self, now: float) -> Batch:
@@ -360,6 +374,14 @@ class RankWorkers:
         self._handed_over = True
         return self._batch(now)
 
+    def suspended(self, seconds: float) -> None:
+        """This process, and perhaps its workers, did not run for so long: that counts for no deadline."""
+        for life in self.lives.values():
+            life.suspended(seconds)
+        if self._check:
+            check = self._check
+            self._check = replace(check, began=check.began + seconds, log_at=check.log_at + seconds)
+
     def tick(self, now: float) -> Batch:
         """Moves on to `now`."""
         for number, life in [*self.lives.items()]:
@@ -380,7 +402,8 @@ class RankWorkers:
             self.spares.remove(number)
             del self.lives[number]
             if life.outcome != "stopped":
-                pause = self.times.spare_pause * 2 ** min(self._spare_failures, MAX_DOUBLINGS)
+                assert self._place is not None
+                pause = self._spare_rules(self._place[0]).pause * 2 ** min(self._spare_failures, MAX_DOUBLINGS)
                 pause = min(pause, MAX_BACKOFF_SECONDS)
                 self._spare_failures, self._spare_at = self._spare_failures + 1, now + pause
                 self._effects.append(LogSpareEnd(life.outcome, life.error, pause))
@@ -461,7 +484,7 @@ class RankWorkers:
         running = self.worker is not None and self.worker.state == "running"
         if self._closed or not running or self._place is None:
             return False
-        return len(self.spares) < self._spares_wanted(self._place[0])
+        return len(self.spares) < self._spare_rules(self._place[0]).count
 
     @property
     def _loading_spare(self) -> bool:

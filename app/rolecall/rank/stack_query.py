@@ -41,29 +41,29 @@ async def describe(worker: WorkerProcess | None) -> dict[str, Any]:
     """The reply for `worker`. `note` says why there are no stacks."""
     now = time.monotonic()
     if worker is None or not (pid := worker.pid):
-        return {"state": worker.state if worker else "none", "note": "", "threads": [], "calls": []}
-    before = await asyncio.to_thread(look, pid)
+        return {"state": worker.life.state if worker else "none", "note": "", "threads": [], "calls": []}
+    life, before = worker.life, await asyncio.to_thread(look, pid)
     await asyncio.sleep(WATCH_SECONDS)  # a measurement's length
     after = await asyncio.to_thread(look, pid)
     states = {thread: state(before.get(thread), seen, time.monotonic() - now) for thread, seen in after.items()}
     stopped = bool(after) and all(each == "stopped" for each in states.values())
     stacks, note = await _spy(pid, stopped)
-    waited = time.monotonic() - (worker.last_heartbeat or now)
+    waited = time.monotonic() - (worker.life.last_heartbeat or now)
     try:
         threads = await asyncio.wait_for(_sources.run(described, stacks, states, pid, True), SOURCES_TIMEOUT_SECONDS)
     except TimeoutError:
         threads = described(stacks, states, pid, sources=False)
     return {
-        "state": "stopped" if stopped else worker.state,
-        "generation": worker.generation,
-        "step": worker.step,
-        "phase": worker.phase,
-        "phase_seconds": round(time.monotonic() - worker.phase_since, 1),
+        "state": "stopped" if stopped else life.state,
+        "generation": life.generation,
+        "step": life.step,
+        "phase": life.phase,
+        "phase_seconds": round(time.monotonic() - life.phase_since, 1),
         "silent_seconds": round(waited, 1),
         "note": note,
         "threads": threads,
         "calls": [
-            (to, method, round(seconds + waited, 1), thread) for to, method, seconds, _, thread in worker.long_calls
+            (to, method, round(seconds + waited, 1), thread) for to, method, seconds, _, thread in life.long_calls
         ],
     }
 

@@ -11,6 +11,7 @@ import secrets
 import signal
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rolecall.declare.registry import Identity
 from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
-from rolecall.gang.protocol import DETACH, FENCE, Directive, Heartbeat, name_of
+from rolecall.gang.protocol import DETACH, FENCE, MET, Directive, Heartbeat, name_of
 from rolecall.messages import queries
 from rolecall.rank import collecting, endpoints, fork_server, guard, stack_query, stats, tasks
 from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
@@ -77,7 +78,6 @@ class Supervisor:
         self._directed, self._done = asyncio.Event(), asyncio.Event()
         self._signalled, self._signal_at = asyncio.Event(), float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._detaching: asyncio.Task[None] | None = None  # the worker, which stays, while rank 0 is silent
         self._scrapes = endpoints.Scrapes()
         self.replies = Replies(self._reply)
         self._started, self._reading_stacks = time.time(), asyncio.Lock()
@@ -249,27 +249,18 @@ class Supervisor:
             undecided = self.member.exit_code is None
             now = time.monotonic()
             order = self.member.tick(now, self.workers.last_heartbeat, self.workers.attached)
-            if order == "detach":
-                self._detach()
+            if order == "detach":  # until it is fenced
+                patience = self.settings.lease_seconds * (FENCE - DETACH)
+                self.workers.detach(patience, "rank 0 does not answer")
             elif order:
                 self.workers.kill(order)
             self.workers.limit_memory()
-            for spare in self.workers.spare_workers:
-                if self.member.is_silent(now, spare.last_heartbeat):
-                    spare.kill("silent")
+            self.workers.kill_spares(partial(self.member.is_silent, now))
             if undecided and self.member.exit_code is not None:
                 self.log.error("the drain took too long; leaving without it", deadline_s=self.settings.drain_timeout)
             if self.parent and os.getppid() != self.parent:
                 self.member.exit(FAILED)
             self._check_exit()
-
-    def _detach(self) -> None:
-        """Has the worker leave its generation because rank 0 is silent, unless it is doing so."""
-        if self._detaching is None or self._detaching.done():
-            patience = self.settings.lease_seconds * (FENCE - DETACH)  # then it is fenced
-            self._detaching = asyncio.create_task(self.workers.detach(patience, "rank 0 does not answer"))
-            self._tasks.add(self._detaching)
-            self._detaching.add_done_callback(self._tasks.discard)
 
     async def _tunnel_loop(self, tunnel: Handle) -> None:
         """Waits for the end of the tunnel. This rank ends with it, and both are restarted."""
@@ -373,7 +364,7 @@ class Supervisor:
         return "the worker is silent" if silent else ""
 
     def _unready(self) -> str:
-        if self.workers.status().state == "running":
+        if self.workers.status().state in MET:
             return ""
         if self._settled:  # not ready: otherwise a disruption budget would keep the pods on their nodes
             return "the job has finished" if self._finished else "the job failed"

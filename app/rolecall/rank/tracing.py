@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rolecall import telemetry
+from rolecall.gang.protocol import MET
 from rolecall.messages.worker import RecordTrace
 from rolecall.observe.trace.copies import Chunk
 from rolecall.rank.worker_process import WorkerProcess
@@ -37,9 +38,9 @@ class Recordings:
     def _record(self, seconds: float, again: bool = False) -> None:
         """Makes the worker record; one that does so already, only if `again`."""
         worker = self._worker()
-        if worker and worker.state == "running" and not worker.task.check and (again or not worker.traced):
-            worker.traced = True
-            path = self.directory / file_name(worker.generation, worker.join)
+        if worker and worker.life.state in MET and not worker.life.check and (again or not worker.life.traced):
+            worker.life.traced = True
+            path = self.directory / file_name(worker.life.generation, worker.life.join)
             worker.send(RecordTrace(str(path), None if math.isinf(seconds) else seconds))
 
     def read(self, have: dict[str, int], collect: bool = False) -> Chunk:
@@ -48,7 +49,7 @@ class Recordings:
         if left > 0:
             self._record(left)
         worker, now = self._worker(), time.monotonic_ns()
-        ended = not (worker and worker.alive)
+        ended = not (worker and worker.life.alive)
         for path in self._files():
             offset = have.get(path.name, 0)
             process, data = _read(path, offset)

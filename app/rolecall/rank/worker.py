@@ -155,7 +155,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     attacher = Attacher(context, connect_in, stays=stays and not is_rank0)
     threading.Thread(target=pipe.obey_forever, args=(context, attacher), daemon=True).start()
     if attachment:
-        attacher.meet()
+        attacher.meet(attachment)
     if not job.rpc:
         watchdog.ready()  # nothing else ends its loading
     run = _make(context, role, attacher)

@@ -42,7 +42,6 @@ class WorkerEnd(Supervision):
     def __init__(self, connection: Connection, task: Task, watchdog: Watchdog | None) -> None:
         self._connection, self._task, self._watchdog = connection, task, watchdog
         self._lock = threading.Lock()
-        self._loaded = task.attachment is not None  # the supervisor need not be told that it is
         self._step = 0
         self._sent_at = 0.0
         self._records: list[Record] = []
@@ -90,11 +89,8 @@ class WorkerEnd(Supervision):
             time.sleep(REPORT_SECONDS)
 
     def report_loaded(self) -> None:
-        """Reports, once, that this worker, which has no generation, is loaded, or needs one to go on."""
-        with self._lock:
-            if not self._loaded:
-                self._loaded = True
-                self._send(messages.Loaded())
+        """Reports that this worker is loaded, or needs its peers to go on: which is news if it has no generation."""
+        self.send(messages.Loaded())
 
     def report_connected(self, generation: int, join: int) -> None:
         """Reports that this worker has met its peers."""

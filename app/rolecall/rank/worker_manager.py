@@ -1,10 +1,12 @@
-"""Carries out a member's actions: starts, loads, attaches, detaches, updates and ends its worker."""
+"""Carries out what `RankWorkers` decides: makes workers and spares, passes messages, keeps time, logs and metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +18,19 @@ from rolecall.declare.describe import Description
 from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import OVER, Directive, Key, Outcome, RoleSpec, WorkerState, WorkerStatus, name_of
-from rolecall.messages.worker import Drain
+from rolecall.gang.protocol import Directive, Outcome, RoleSpec, WorkerStatus, name_of
+from rolecall.life import workers as life
+from rolecall.life.process import Fork, Keep, Kill, LogStacks, Send
+from rolecall.life.workers import Batch, RankWorkers, SpareRules, Times
+from rolecall.messages.worker import Attach
 from rolecall.rank import fork_server
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.spares import Spares
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.files import FileWork
 from rolecall.telemetry import WorkerFiles
 
-UNDECIDED = ("killed", "silent", "lost")  # outcomes of a check that say nothing about the settings
-CHECK_TRIES = 3
-LOG_REPEAT_SECONDS = 30.0
-TRACE_FLUSH_SECONDS = 0.5  # that a worker which is to end has for the end of its trace
-EXPECTED = ("finished", "drained", "stopped")
+TICK_SECONDS = 0.5  # a longer pause of this process counts for no deadline
 
 
 class WorkerManager:
@@ -48,24 +48,26 @@ class WorkerManager:
         changed: Callable[[], None],
         tunnel: Path | None = None,
     ) -> None:
-        self.job, self.role = job, role
+        self.job = job
         # a worker needs no token: its tunnel has it
         self.settings = settings.model_copy(update={"job_token": None, "job_token_file": None})
         self.metrics, self.files = metrics, files
         telemetry.begin(metrics.worker_restarts, telemetry.WORKER_CAUSES)
-        self.worker: WorkerProcess | None = None
-        self._spares: Spares | None = None  # of a role that stays, with SPARES
-        self._state: WorkerState = "none"  # of the worker, at its last change
-        self._attaching_since: float | None = None  # monotonic seconds
-        self._unlogged: WorkerProcess | None = None  # a lost worker whose end is not logged yet
         self.log = telemetry.log()
-        self._coordinator: Coordinator | None = None
         self.recordings = Recordings(files.directory, lambda: self.worker)
+        times = Times(settings.lease_seconds, settings.phase_timeout)
+        self.core = RankWorkers(role, times, spares=self._spares_of, attachment_of=_attachment)
+        self._role = role
+        self._processes = dict[int, WorkerProcess]()
+        self._coordinator: Coordinator | None = None
         self._changed, self._tunnel = changed, tunnel
-        self._warned = False  # of another source on disk
-        self._warned_of_spares = False
+        self._batches = deque[Batch]()  # to be done
+        self._progress = asyncio.Event()  # a batch was done
+        self._carried_out: asyncio.Future[None] | None = None  # the action, or the check, under way
+        self._timer: asyncio.TimerHandle | None = None
+        self._handing: asyncio.Task[None] | None = None
+        self._warned = self._warned_of_spares = False  # of another source on disk; of spares without effect
         self._source_watch: asyncio.Future[None] | None = None
-        self._checked = set[str]()  # roles whose settings were checked since the gang assigned them
 
     def keep_history(self, coordinator: Coordinator) -> None:
         """Has `coordinator` record what rank 0's workers record from now on."""
@@ -73,159 +75,236 @@ class WorkerManager:
 
     def prepare(self) -> None:
         """Starts the process that workers are forked from, unless it runs. Raises UsageError if it cannot start."""
-        fork_server.prepare(self.job.preload(self.role))
+        fork_server.prepare(self.job.preload(self._role))
+
+    # ---- what the rank does
 
     async def check(self, role: str) -> None:
-        """Has a worker check the settings for a rank with `role`: before the rank joins, or, if the gang assigns its
-        role, before it works. Without a role, only what every role needs is checked. Raises UsageError if the settings
-        can never work, and RankError if the check is killed each time.
-        """
-        limit = self.settings.phase_timeout
-        for _ in range(CHECK_TRIES):
-            check = await self._run_check(role, limit)
-            if check.outcome not in UNDECIDED:
-                break
-        if check.outcome == "refused":
-            raise UsageError(check.error)
-        if check.outcome == "killed":
-            problem = f"the check of the settings was killed {CHECK_TRIES} times: {check.error or check.outcome}"
-            raise RankError(f"{problem}; raise the memory limit if memory ran out, or lower what the job needs")
-        if check.outcome != "finished":
-            raise UsageError(f"the check of the settings failed: {check.error or check.outcome}")
-
-    async def _run_check(self, role: str, limit: float) -> WorkerProcess:
-        stacks = _stacks(self.files.directory)
-        task = Task(self.job.target, self.settings, role, 0, check=True, values=self.job.settings, stacks=stacks)
-        self.worker = check = WorkerProcess(task, self._changed)
-        await check.start(limit)
-        ended, left = asyncio.ensure_future(check.ended.wait()), limit
-        while not await fork_server.within(ended, min(left, LOG_REPEAT_SECONDS)):
-            left -= LOG_REPEAT_SECONDS
-            if left <= 0:
-                ended.cancel()
-                check.log_stacks(await check.dump())
-                raise UsageError(f"the check of the settings took over PHASE_TIMEOUT={limit:g} s")
-            self.log.info("still checking the settings", seconds=round(limit - left), deadline_s=limit)
-        self.worker = None
-        return check
+        """Has a worker check the settings for a rank with `role`. Raises UsageError if they can never work, and
+        RankError if the check is killed each time."""
+        await self._until_done(lambda now: self.core.check(role, now))
 
     async def carry_out(self, action: Action) -> None:
-        """Carries out `action`; returns when that is done."""
-        self._log_lost(action.directive.kind)
-        match action.kind:
-            case "end":
-                await self.end()
-                role, kind = action.directive.role, action.directive.kind
-                if kind in (*OVER, "leave"):
-                    if self._spares:
-                        await self._spares.close()
-                    await self.recordings.hand_over()
-                if not self.role and kind in ("run", "stop") and role not in self._checked:
-                    await self.check(role)  # the gang waits until this action is carried out
-                    self._checked.add(role)
-            case "start":
-                await self._start(action.directive, _attachment(action.directive))
-            case "load":
-                await self._start(action.directive, None)
-            case "attach" if self.worker:
-                self._attach(self.worker, _attachment(action.directive))
-            case "detach":
-                await self.detach(self.settings.lease_seconds)  # as long as a worker may be silent
-            case "update" if self.worker:
-                self._update(self.worker, action.directive)
+        """Carries out `action`; returns when that is done. Raises as `check` does."""
+        await self._until_done(lambda now: self.core.carry_out(action, now))
 
-    def _attach(self, worker: WorkerProcess, attachment: Attachment) -> None:
-        self.metrics.worker_attaches.inc()
-        self._attaching_since = time.monotonic()
-        worker.attach(attachment)
+    async def _until_done(self, order: Callable[[float], Batch]) -> None:
+        self._carried_out = asyncio.get_running_loop().create_future()
+        self._perform(order(time.monotonic()))
+        await self._carried_out
 
-    def _update(self, worker: WorkerProcess, directive: Directive) -> None:
-        if directive.kind == "run" and worker.attached:
-            worker.update(_attachment(directive))
-            if directive.drain:
-                worker.send(Drain())
-        elif directive.kind == "load" and worker.alive:
-            worker.relabel(directive.generation, directive.join)
+    def detach(self, patience: float, problem: str) -> None:
+        """Has the worker leave its generation because of `problem`; it is killed if it does not within `patience`
+        seconds."""
+        now = time.monotonic()
+        self._perform(self.core.detach(now + patience, problem, now))
 
-    async def detach(self, patience: float, problem: str = "") -> None:
-        """Takes the worker out of its generation, perhaps because of `problem`; see `WorkerProcess.detach`."""
+    def kill(self, outcome: Outcome) -> None:
+        """Kills the worker, which then ends with `outcome`."""
         if self.worker:
-            await self.worker.detach(patience, problem)
+            self._kill(self.worker, outcome)
 
-    async def _start(self, directive: Directive, attachment: Attachment | None) -> None:
-        """Starts a worker, or lets a spare take its place."""
-        place, self._attaching_since = (directive.role, directive.ordinal), None
-        is_rank0 = attachment is not None and attachment.me.rank == 0
-        await self._prepare_spares(place, is_rank0)
-        if spare := self._spares.take() if self._spares else None:
-            self.log.info("a spare worker takes over", generation=directive.generation)
-            self._use(spare)
-            if attachment:
-                self._attach(spare, attachment)
+    def _kill(self, worker: WorkerProcess, outcome: Outcome) -> None:
+        self._perform(self.core.kill(worker.number, outcome, time.monotonic(), over=worker.over))
+
+    def kill_spares(self, is_silent: Callable[[float | None], bool]) -> None:
+        """Kills the spares whose last heartbeat is too old."""
+        for number in [*self.core.spares]:
+            if is_silent(self.core.lives[number].last_heartbeat):
+                self._kill(self._processes[number], "silent")
+
+    def limit_memory(self) -> None:
+        """Ends a worker that holds more memory than its role allows."""
+        worker = self.worker
+        spec = self._spec(worker.task.role) if worker else None
+        if not worker or not spec or spec.max_memory_mb is None:
+            return
+        used = worker.resident_bytes() / 1e6
+        if used > spec.max_memory_mb:
+            problem = f"uses {used:.0f} MB of memory, over max_memory_mb={spec.max_memory_mb} of its role"
+            self._perform(self.core.fail(worker.number, problem, time.monotonic(), over=worker.over))
+
+    async def close(self) -> None:
+        """Ends all workers, also one that is being forked, and the fork server."""
+        self._perform(self.core.close(time.monotonic()))
+        while any(life.exists for life in self.core.lives.values()):
+            self._progress.clear()
+            if not await fork_server.within(asyncio.ensure_future(self._progress.wait()), fork_server.KILL_SECONDS):
+                break
+        if self._timer:
+            self._timer.cancel()
+        fork_server.end()
+
+    # ---- what is known
+
+    @property
+    def worker(self) -> WorkerProcess | None:
+        """The rank's own worker, the newest."""
+        return None if self.core.current is None else self._processes[self.core.current]
+
+    def status(self) -> WorkerStatus:
+        """Its status, for the gang."""
+        return self.core.status()
+
+    @property
+    def attached(self) -> bool:
+        """Whether it is a part of a generation, or becomes one."""
+        return self.core.worker is not None and self.core.worker.attached
+
+    @property
+    def last_heartbeat(self) -> float | None:
+        """When it last sent something (monotonic seconds); None without a process."""
+        return self.core.worker.last_heartbeat if self.core.worker else None
+
+    def file_work(self) -> FileWork | None:
+        """Its longest work on files; None for none."""
+        return self.core.worker.file_work if self.core.worker and self.core.worker.alive else None
+
+    def refresh(self) -> None:
+        """Brings the worker's metrics up to date."""
+        worker, metrics = self.core.worker, self.metrics
+        phase = worker.phase if worker and worker.alive else ""
+        telemetry.one_hot(metrics.worker_state, telemetry.WORKER_STATES, worker.state if worker else "none")
+        telemetry.one_hot(metrics.phase, telemetry.PHASES, phase or "none")
+        metrics.generation.set(worker.generation if worker and worker.attached else 0)
+        metrics.worker_resident_bytes.set(self.worker.resident_bytes() if self.worker else 0)
+
+    def _spec(self, role: str) -> RoleSpec | None:
+        return next((spec for spec in self.job.roles if spec.name == role), None)
+
+    def _spares_of(self, role: str) -> SpareRules:
+        """The spares that a rank with `role` keeps."""
+        spares, spec = self.settings.spares, self._spec(role)
+        if spares and not (spec and spec.stays):
+            if not self._warned_of_spares:
+                self._warned_of_spares = True
+                self.log.warning(
+                    f"SPARES={spares}: has no effect, because workers of the role {role} do not stay: each "
+                    "generation starts new ones; leave it out for this role, or see Role(stays=True)"
+                )
+            spares = 0
+        backoff = spec.backoff if spec else None
+        return SpareRules(spares, self.settings.rejoin_interval if backoff is None else backoff)
+
+    # ---- what the core decides
+
+    def _perform(self, batch: Batch) -> None:
+        """Does what `batch` says, and what follows from that."""
+        self._batches.append(batch)
+        if len(self._batches) > 1:
+            return  # within an effect of another one
+        while self._batches:
+            self._do(self._batches[0])
+            self._batches.popleft()
+        self._progress.set()
+        self._keep_time()
+
+    def _do(self, batch: Batch) -> None:
+        for effect in batch.effects:
+            match effect:
+                case life.Make():
+                    self._make(effect)
+                case life.Do(number, Fork()):
+                    s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
+                    self._processes[number].fork(s.connect_timeout if fork_server.has_forked() else s.phase_timeout)
+                case life.Do(number, Send(message)):
+                    if isinstance(message, Attach):
+                        self.metrics.worker_attaches.inc()
+                    self._processes[number].send(message)
+                case life.Do(_, Keep(records)):
+                    if self._coordinator:
+                        self._coordinator.record(records)
+                case life.Do(number, LogStacks() as stacks):
+                    self._processes[number].log_stacks(stacks)
+                case life.Do(number, Kill()):
+                    self._processes[number].kill()
+                case life.LogEnd(number):
+                    self._log_end(self._processes[number])
+                case life.LogDeparture(number):
+                    worker = self.core.lives[number]
+                    error = telemetry.cause(worker.status().error)
+                    self.log.info("worker detached", generation=worker.generation, **error)
+                case life.LogTakeOver(number):
+                    self.log.info("a spare worker takes over", generation=self.core.lives[number].generation)
+                    self._use(self._processes[number])
+                case life.LogSpareEnd(outcome, error, retry):
+                    cause = telemetry.cause(error)
+                    self.log.warning("spare worker ended", outcome=outcome, retry_s=retry, **cause)
+                case life.LogChecking(seconds):
+                    limit = self.settings.phase_timeout
+                    self.log.info("still checking the settings", seconds=round(seconds), deadline_s=limit)
+                case life.Joined(seconds):
+                    self.metrics.worker_attach_seconds.observe(seconds)
+                case life.HandOver():
+                    self._handing = asyncio.create_task(self._hand_over())
+                case life.Refuse(problem, settings):
+                    self._settle(UsageError(problem) if settings else RankError(problem))
+        self.metrics.spare_workers.set(len(self.core.ready_spares))
+        if batch.changed:
+            self._changed()
+        if batch.done:
+            self._settle(None)
+        if self._processes.keys() != self.core.lives.keys():
+            self._processes = {number: self._processes[number] for number in self.core.lives}
+
+    def _settle(self, error: Exception | None) -> None:
+        if self._carried_out and not self._carried_out.done():
+            if error:
+                self._carried_out.set_exception(error)
             else:
-                spare.relabel(directive.generation, directive.join)
-        else:
-            self.metrics.worker_starts.inc()
-            worker = self._make(place, attachment, is_rank0)
-            self._use(worker)
-            worker.relabel(directive.generation, directive.join)
-            s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
-            await worker.start(s.connect_timeout if fork_server.has_forked() else s.phase_timeout)
-        if self._source_watch is None or self._source_watch.done():  # the disk may hang
-            self._source_watch = asyncio.ensure_future(asyncio.to_thread(self._warn_of_changes))
+                self._carried_out.set_result(None)
 
-    def _use(self, worker: WorkerProcess) -> None:
-        """From now on, `worker` is the rank's."""
-        self.worker, self._state = worker, worker.state
-        if worker.task.directory:
-            self.files.use(worker.task.directory)
+    def _keep_time(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        now, deadline = time.monotonic(), self.core.deadline
+        if deadline < math.inf:
+            seconds = min(max(deadline - now, 0.0), TICK_SECONDS)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._tick, now + seconds)
 
-    def _make(self, place: Key, attachment: Attachment | None, is_rank0: bool = False) -> WorkerProcess:
-        live = [self.worker] if self.worker and self.worker.alive else []
-        in_use = [worker.task.directory for worker in (*live, *self.spare_workers)]
-        directory = self.files.free([folder for folder in in_use if folder])
-        settings = self.settings
-        if attachment is None:  # no name for the file of a trace; `recordings` begins it once the worker runs
+    def _tick(self, due: float) -> None:
+        now = time.monotonic()
+        if now - due > TICK_SECONDS:
+            self.core.suspended(now - due)
+        self._perform(self.core.tick(now))
+
+    async def _hand_over(self) -> None:
+        await self.recordings.hand_over()
+        self._perform(self.core.handed_over(time.monotonic()))
+
+    def _make(self, order: life.Make) -> None:
+        settings, directory, attachment = self.settings, None, order.attachment
+        if not order.check:
+            in_use = [process.task.directory for process in self._processes.values() if process.life.alive]
+            directory = self.files.free([folder for folder in in_use if folder])
+        if attachment is None and not order.check:
+            # no name for the file of a trace; `recordings` begins it once the worker runs
             settings = settings.model_copy(update={"trace": False})
         task = Task(
             self.job.target,
             settings,
-            *place,
-            is_rank0=is_rank0,
+            *order.place,
+            is_rank0=attachment is not None and attachment.me.rank == 0,
             attachment=attachment,
+            check=order.check,
             values=self.job.settings,
             directory=directory,
-            stacks=_stacks(directory),
-            tunnel=self._tunnel,
+            stacks=str((directory or self.files.directory) / "stacks"),
+            tunnel=None if order.check else self._tunnel,
         )
-        worker = WorkerProcess(task, lambda: self._worker_changed(worker), self._coordinator)
-        return worker
+        worker = self._processes[order.number] = WorkerProcess(order.number, task, self.core, self._perform)
+        worker.life.traced = settings.trace and not order.check
+        if order.number == self.core.current and not order.check:
+            self.metrics.worker_starts.inc()
+            self._use(worker)
 
-    async def _prepare_spares(self, place: Key, is_rank0: bool) -> None:
-        """Sees to it that the rank's spares, if it has any, are for `place`."""
-        s = self.settings
-        if self._spares and self._spares.place != place:
-            await self._spares.close()
-            self._spares = None
-        if self._spares or not s.spares or is_rank0:
-            return
-        spec = self._spec(place[0])
-        if spec and spec.stays:
-            self._spares = Spares(
-                place,
-                s.spares,
-                lambda: self._make(place, None),
-                needed=lambda: self.worker is not None and self.worker.state == "running",
-                metrics=self.metrics,
-                limit=s.phase_timeout,
-                pause=s.rejoin_interval if spec.backoff is None else spec.backoff,
-            )
-        elif not self._warned_of_spares:
-            self._warned_of_spares = True
-            self.log.warning(
-                f"SPARES={s.spares}: has no effect, because workers of the role {place[0]} do not stay: each "
-                "generation starts new ones; leave it out for this role, or see Role(stays=True)"
-            )
+    def _use(self, worker: WorkerProcess) -> None:
+        """From now on, `worker` is the rank's."""
+        if worker.task.directory:
+            self.files.use(worker.task.directory)
+        if self._source_watch is None or self._source_watch.done():  # the disk may hang
+            self._source_watch = asyncio.ensure_future(asyncio.to_thread(self._warn_of_changes))
 
     def _warn_of_changes(self) -> None:
         """Logs once that the job's source has changed on disk."""
@@ -237,110 +316,16 @@ class WorkerManager:
                 files=files,
             )
 
-    async def end(self) -> None:
-        """Ends the worker, and waits for its end."""
-        if self.worker and self.worker.alive:
-            if self.worker.traced and self.worker.state in ("ready", "running"):
-                await self.worker.stop(TRACE_FLUSH_SECONDS)
-            self.worker.kill("stopped")
-            await self.worker.ended.wait()
-
-    async def close(self) -> None:
-        """Ends the worker, also one that is being forked, the spares, and the fork server."""
-        if self.worker and self.worker.forking:
-            fork_server.end()
-        else:
-            await self.end()
-        if self._spares:
-            await self._spares.close()
-        fork_server.end()
-
-    def kill(self, outcome: Outcome) -> None:
-        """Kills a live worker, which then ends with `outcome`. A check of the settings needs no fencing."""
-        if self.worker and self.worker.alive and not (self.worker.task.check and outcome == "stopped"):
-            self.worker.kill(outcome)
-
-    def limit_memory(self) -> None:
-        """Ends a worker that holds more memory than its role allows."""
-        spec = self._spec(self.worker.task.role) if self.worker else None
-        if not self.worker or not spec or spec.max_memory_mb is None:
-            return
-        used = self.worker.resident_bytes() / 1e6
-        if used > spec.max_memory_mb:
-            self.worker.fail(f"uses {used:.0f} MB of memory, over max_memory_mb={spec.max_memory_mb} of its role")
-
-    def _spec(self, role: str) -> RoleSpec | None:
-        return next((spec for spec in self.job.roles if spec.name == role), None)
-
-    @property
-    def spare_workers(self) -> Sequence[WorkerProcess]:
-        """The spares that have not ended."""
-        return [*self._spares.workers] if self._spares else []
-
-    @property
-    def attached(self) -> bool:
-        """Whether the worker is a part of a generation, or becomes one."""
-        return self.worker is not None and self.worker.attached
-
-    def status(self) -> WorkerStatus:
-        """The newest worker's status, for the gang."""
-        return self.worker.status() if self.worker else WorkerStatus()
-
-    def file_work(self) -> FileWork | None:
-        """The worker's longest work on files; None for none."""
-        return self.worker.file_work if self.worker and self.worker.alive else None
-
-    @property
-    def last_heartbeat(self) -> float | None:
-        """When the worker last sent something (monotonic seconds); None without a process."""
-        return self.worker.last_heartbeat if self.worker else None
-
-    def refresh(self) -> None:
-        """Brings the worker's metrics up to date."""
-        worker, metrics = self.worker, self.metrics
-        phase = worker.phase if worker and worker.alive else ""
-        telemetry.one_hot(metrics.worker_state, telemetry.WORKER_STATES, worker.state if worker else "none")
-        telemetry.one_hot(metrics.phase, telemetry.PHASES, phase or "none")
-        metrics.generation.set(worker.generation if worker and worker.attached else 0)
-        metrics.worker_resident_bytes.set(worker.resident_bytes() if worker else 0)
-
-    def _worker_changed(self, worker: WorkerProcess) -> None:
-        if worker is not self.worker:
-            if self._spares:
-                self._spares.changed(worker)
-            return
-        self._changed()
-        before, self._state = self._state, worker.state
-        if worker.state == before:
-            return
-        if worker.state == "running":
-            if self._attaching_since is not None:
-                self.metrics.worker_attach_seconds.observe(time.monotonic() - self._attaching_since)
-                self._attaching_since = None
-            if self._spares:
-                self._spares.fill()
-        elif worker.state == "ready" and (status := worker.status()).outcome == "lost":
-            self.log.info("worker detached", generation=worker.generation, **telemetry.cause(status.error))
-        elif worker.state == "ended" and worker.outcome == "lost":
-            self._unlogged = worker  # a peer may have ended because the job has finished: rank 0's next directive tells
-        elif worker.state == "ended" and worker.outcome not in EXPECTED:
-            self._log_end(worker)
-
-    def _log_lost(self, kind: str) -> None:
-        """Logs that a worker was lost, unless the next directive is of the `kind` "finished"."""
-        worker, self._unlogged = self._unlogged, None
-        if worker and kind != "finished":
-            self._log_end(worker)
-
     def _log_end(self, worker: WorkerProcess) -> None:
-        self.metrics.worker_restarts.labels(worker.outcome).inc()
+        outcome = worker.life.outcome
+        self.metrics.worker_restarts.labels(outcome).inc()
         # a worker is lost when another rank's worker ends, which that rank logs
         log = {"lost": self.log.info, "killed": self.log.warning, "silent": self.log.warning}
-        log.get(worker.outcome, self.log.error)(
+        log.get(outcome, self.log.error)(
             "worker ended",
-            outcome=worker.outcome,
-            generation=worker.generation,
-            **telemetry.cause(worker.error),
+            outcome=outcome,
+            generation=worker.life.generation,
+            **telemetry.cause(worker.life.error),
         )
 
 
@@ -356,8 +341,3 @@ def _attachment(directive: Directive) -> Attachment:
     members = tuple(me if peer.rank == me.rank else peer for peer in members)
     lost = tuple(peer.name for peer in members if (peer.role, peer.ordinal) in directive.lost)
     return Attachment(directive.generation, me, members, lost)
-
-
-def _stacks(directory: Path) -> str:
-    """The file for the stacks of a worker whose folder is `directory`."""
-    return str(directory / "stacks")

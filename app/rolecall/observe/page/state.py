@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rolecall.gang.protocol import ACTIVE, OVER, Key, RoleSpec, WorkerStatus, name_of
+from rolecall.gang.protocol import ACTIVE, MET, OVER, Key, RoleSpec, WorkerStatus, name_of
 from rolecall.observe.page.rates import LogEvent, Rates
 from rolecall.record.history import History, Point
 
@@ -22,7 +22,7 @@ MAX_GENERATIONS = 200  # the newest
 MAX_ERRORS = 60  # the newest, of all ranks
 MAX_TEXT = 2000  # characters of an error
 BAD = ("failed", "crashed", "stuck", "killed", "silent", "lost", "refused", "unreachable")  # how a worker may end
-WAITING = {"none": "waiting", "starting": "starting"}
+WAITING = {"none": "waiting", "joining": "starting"}
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _state(key: Key, gang: GangView, over: bool, needed: bool) -> tuple[str, str
         return ("good" if worker.outcome == "finished" else "idle"), worker.outcome or "ended"
     if member.leaving:
         return "idle", "leaving"
-    if worker.state == "running":
+    if worker.state in MET:
         return "good", worker.phase or "running"
     return "idle", worker.phase or WAITING.get(worker.state, worker.state)
 

@@ -52,7 +52,7 @@ def after(action: Action, worker: WorkerStatus) -> WorkerStatus:
     directive = action.directive
     match action.kind:
         case "start" | "attach":
-            return WorkerStatus(directive.generation, "starting", join=directive.join)
+            return WorkerStatus(directive.generation, "joining", join=directive.join)
         case "load":
             return WorkerStatus(directive.generation, "loading", join=directive.join)
         case "detach":
@@ -191,7 +191,7 @@ def test_directive_is_carried_out_wholly_before_the_next() -> None:
     assert start == Action("start", Directive("run", 0, 2, 2))
     member.action_done(start)
     assert member.heartbeat(old).epoch == 2
-    assert carry_out(member, WorkerStatus(2, "starting")) == ["end"]
+    assert carry_out(member, WorkerStatus(2, "joining")) == ["end"]
     assert member.heartbeat(old).epoch == 3
 
 
@@ -200,8 +200,8 @@ def test_drain_in_the_first_directive_is_passed_on(drain: bool) -> None:
     member = make()
     receive(member, "run", 2, 1, drain=drain)
     assert carry_out(member, NONE) == (["start", "update"] if drain else ["start"])
-    assert member.heartbeat(WorkerStatus(1, "starting")).epoch == 2
-    assert carry_out(member, WorkerStatus(1, "starting")) == []
+    assert member.heartbeat(WorkerStatus(1, "joining")).epoch == 2
+    assert carry_out(member, WorkerStatus(1, "joining")) == []
 
 
 def test_late_answer_is_ignored() -> None:

@@ -87,7 +87,7 @@ def test_nobody_runs_once_the_run_is_over() -> None:
 
 STATES = [
     (MemberView(), ("idle", "waiting")),
-    (MemberView(WorkerStatus(2, "starting", phase="loading")), ("idle", "loading")),
+    (MemberView(WorkerStatus(2, "joining", phase="loading")), ("idle", "loading")),
     (MemberView(WorkerStatus(2, "running"), leaving=True), ("idle", "leaving")),
     (MemberView(WorkerStatus(2, "ended", "drained")), ("idle", "drained")),
     (MemberView(WorkerStatus(2, "ended", "finished")), ("good", "finished")),

@@ -34,10 +34,10 @@ from rolecall.messages import codec
 from rolecall.messages import worker as messages
 from rolecall.rank import descendants, fork_server, stack_dump, worker_process
 from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
-from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.files import FileWork
 from rolecall.record.history import Record
 from tests.integration.cluster import until
+from tests.rank.managed import Handle
 
 ME, OTHER = Peer("agent", 0, 0), Peer("observer", 1, 1, join=2)
 ATTACHMENT = Attachment(3, ME, (ME, OTHER), lost=("observer_1",))
@@ -54,14 +54,14 @@ def test_worker_that_was_killed_is_not_stopped_by_a_later_order(monkeypatch: pyt
     monkeypatch.setattr(worker_process, "_run", sleeps)
 
     async def outcome() -> str:
-        worker = WorkerProcess(TASK, lambda: None)
-        await worker.start(60)
-        process = psutil.Process(worker.pid)
+        worker = Handle(TASK)
+        await worker.start()
+        process = psutil.Process(worker.process.pid)
         process.kill()
         until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "its end")
         worker.kill("stopped")
         await asyncio.wait_for(worker.ended.wait(), 30)
-        return worker.outcome
+        return worker.life.outcome
 
     assert asyncio.run(outcome()) == "killed"
 
@@ -79,14 +79,14 @@ def test_a_worker_that_the_command_killed_did_not_run_out_of_memory(
     rank: Any = SimpleNamespace(pid=os.getpid(), returncode=None)
 
     async def error() -> str:
-        worker = WorkerProcess(TASK, lambda: None)
-        await worker.start(60)
+        worker = Handle(TASK)
+        await worker.start()
         process = LocalProcess(rank, tmp_path)
         async with asyncio.timeout(30):
             while not (await process.kill_part("worker")).processes:  # noqa: ASYNC110  # until it has its name
                 await asyncio.sleep(0.01)
             await worker.ended.wait()
-        return worker.error
+        return worker.life.error
 
     assert asyncio.run(error()) == "killed by SIGKILL; by `rolecall kill`"
 
@@ -115,12 +115,12 @@ def test_children_of_a_worker_end_with_it(monkeypatch: pytest.MonkeyPatch, numbe
 
     async def play() -> list[int]:
         heard = asyncio.Event()
-        worker = WorkerProcess(TASK, heard.set)
-        await worker.start(60)
+        worker = Handle(TASK, heard.set)
+        await worker.start()
         await asyncio.wait_for(heard.wait(), 30)
-        pids: list[int] = worker.status().summary["pids"]
+        pids: list[int] = worker.life.status().summary["pids"]
         assert all(map(psutil.pid_exists, pids))
-        os.kill(worker.pid, number)
+        os.kill(worker.process.pid, number)
         await asyncio.wait_for(worker.ended.wait(), 30)
         return pids
 
@@ -132,20 +132,20 @@ def test_what_other_workers_have_started_is_spared(monkeypatch: pytest.MonkeyPat
     """A rank with spares has several workers at a time."""
     monkeypatch.setattr(worker_process, "_run", starts_others_beside_others)
 
-    async def begin() -> WorkerProcess:
+    async def begin() -> Handle:
         heard = asyncio.Event()
-        worker = WorkerProcess(replace(TASK, settings=Settings(job="rl", spares=1)), heard.set)
-        await worker.start(60)
+        worker = Handle(replace(TASK, settings=Settings(job="rl", spares=1)), heard.set)
+        await worker.start()
         await asyncio.wait_for(heard.wait(), 30)
         return worker
 
-    async def end(worker: WorkerProcess) -> None:
+    async def end(worker: Handle) -> None:
         worker.kill("stopped")
         await asyncio.wait_for(worker.ended.wait(), 30)
 
     async def play() -> list[int]:
         first, second = await begin(), await begin()
-        one, other = (worker.status().summary["pids"] for worker in (first, second))
+        one, other = (worker.life.status().summary["pids"] for worker in (first, second))
         await end(first)
         until(lambda: not any(map(psutil.pid_exists, one)), "their end, zombies included")
         assert all(psutil.Process(pid).status() == psutil.STATUS_SLEEPING for pid in other)
@@ -159,16 +159,16 @@ def test_what_other_workers_have_started_is_spared(monkeypatch: pytest.MonkeyPat
 SUPERVISOR = """
 import asyncio, os, signal
 from rolecall.rank import worker_process
-from tests.rank import test_process
+from tests.rank import managed, test_process
 
 async def play():
     heard = asyncio.Event()
     worker_process._run = test_process.starts_others
-    worker = worker_process.WorkerProcess(test_process.TASK, heard.set)
-    await worker.start(60)
+    worker = managed.Handle(test_process.TASK, heard.set)
+    await worker.start()
     await heard.wait()
-    os.kill(worker.pid, signal.SIGSTOP)
-    print(worker.pid, *worker.status().summary["pids"], flush=True)
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    print(worker.process.pid, *worker.life.status().summary["pids"], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(play())
@@ -291,14 +291,14 @@ def test_stacks_of_a_hanging_worker_are_logged(
 
     async def play() -> WorkerStatus:
         heard = asyncio.Event()
-        worker = WorkerProcess(replace(TASK, stacks=str(tmp_path / "stacks")), heard.set)
-        await worker.start(60)
+        worker = Handle(replace(TASK, stacks=str(tmp_path / "stacks")), heard.set)
+        await worker.start()
         await asyncio.wait_for(heard.wait(), 30)
         if outcome == "silent":
             worker.kill("silent")
             worker.kill("silent")  # the next look
         await asyncio.wait_for(worker.ended.wait(), 30)
-        return worker.status()
+        return worker.life.status()
 
     status = asyncio.run(play())
     assert status.outcome == outcome
@@ -318,16 +318,16 @@ def test_a_fork_server_that_does_not_answer_is_replaced(monkeypatch: pytest.Monk
         fork_server.prepare(())
         first = fork_server.server_pid()
         os.kill(first, signal.SIGSTOP)
-        worker = WorkerProcess(TASK, lambda: None)
-        await asyncio.wait_for(worker.start(0.2), 30)
-        later = WorkerProcess(TASK, lambda: None)
-        await asyncio.wait_for(later.start(60), 60)
+        worker = Handle(TASK, limit=0.2)
+        await asyncio.wait_for(worker.start(), 30)
+        later = Handle(TASK)
+        await asyncio.wait_for(later.start(), 60)
         assert fork_server.has_forked()
         assert fork_server.server_pid() != first
-        assert later.status().state == "starting"
+        assert later.life.status().state == "joining"
         later.kill("stopped")
         await asyncio.wait_for(later.ended.wait(), 30)
-        return worker.status()
+        return worker.life.status()
 
     status = asyncio.run(play())
     assert (status.state, status.outcome) == ("ended", "failed")
@@ -358,9 +358,9 @@ def test_a_fork_server_that_was_killed_is_no_fault_of_its_worker(
     async def play() -> WorkerStatus:
         await fork_server.kill_server()
         fork_server.prepare(())
-        worker = WorkerProcess(TASK, lambda: None)
-        await asyncio.wait_for(worker.start(60), 60)
-        return worker.status()
+        worker = Handle(TASK)
+        await asyncio.wait_for(worker.start(), 60)
+        return worker.life.status()
 
     status = asyncio.run(play())
     assert (status.state, status.outcome) == ("ended", "killed")

@@ -22,8 +22,7 @@ from rolecall.rank.link import Link
 from rolecall.rank.supervisor import Supervisor
 from rolecall.rank.worker_manager import WorkerManager
 from tests.ports import free_ports
-from tests.rank.test_attach import is_deaf, obeys
-from tests.rank.test_spares import JOB
+from tests.rank.managed import JOB, is_deaf, obeys
 
 pytestmark = pytest.mark.filterwarnings("ignore:resource_tracker. process died unexpectedly")
 DEADLINE = 60.0  # the fork server imports torch first

@@ -1,9 +1,11 @@
-"""What a rank's supervisor does with its worker: the check of the settings, and directives that make no sense."""
+"""What a rank's supervisor does with its workers; tests/life has the rules."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,131 +13,113 @@ from typing import Any
 import pytest
 from structlog.typing import EventDict
 
-from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.declare import describe, registry
+from rolecall.declare import registry
 from rolecall.declare.task import Task
-from rolecall.errors import RankError, UsageError
+from rolecall.errors import UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import Directive
-from rolecall.rank import worker, worker_manager
-from rolecall.rank.worker_manager import WorkerManager
+from rolecall.gang.protocol import Directive, Join, WorkerStatus
+from rolecall.rank import worker, worker_process
+from rolecall.rank.worker_process import WorkerProcess
+from tests.rank.managed import JOB, Rank, obeys
 
-
-class Process:
-    """In place of a worker process: a check ends at once, with `outcome`, or where that is empty, never."""
-
-    outcome = "finished"
-    started: list[Task]
-
-    def __init__(self, task: Task, changed: Callable[[], None], run_files: Any = None) -> None:
-        self.task, self.ended, self.error, self.alive, self.killed = task, asyncio.Event(), "", True, ""
-        self.state, self.generation = "starting", 1
-
-    async def start(self, limit: float) -> None:
-        self.started.append(self.task)
-        if self.outcome:
-            self.alive = False
-            self.ended.set()
-
-    def kill(self, outcome: str) -> None:
-        self.killed = outcome
-
-    async def dump(self) -> str:
-        return "stacks"
-
-    def log_stacks(self, text: str) -> None:
-        telemetry.log().warning(text)
+# the end of a fork server in this process
+pytestmark = pytest.mark.filterwarnings("ignore:resource_tracker. process died unexpectedly")
 
 
 @pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> type[Process]:
-    kind = type("Process", (Process,), {"started": []})
-    monkeypatch.setattr(worker_manager, "WorkerProcess", kind)
-    return kind
+def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    monkeypatch.setattr(worker_process, "_run", obeys)
+
+    def play(steps: Callable[[Rank], Awaitable[Any]], **settings: Any) -> Any:
+        async def begin() -> Any:
+            rank = Rank(tmp_path, **settings)
+            try:
+                return await steps(rank)
+            finally:
+                await rank.workers.close()
+
+        return asyncio.run(begin())
+
+    return play
 
 
-def manager(directory: Path, role: str = "", **settings: Any) -> WorkerManager:
-    _, metrics, files = telemetry.build_supervisor(directory, is_rank0=False)
-    job = describe.describe("rnn")
-    return WorkerManager(job, Settings(job="rnn", **settings), role, metrics=metrics, files=files, changed=lambda: None)
+def test_one_process_is_a_part_of_one_generation_after_another(play: Any) -> None:
+    async def steps(rank: Rank) -> None:
+        await rank.act("load", 1, join=2)
+        await rank.state("ready")
+        pid = rank.worker.pid
+        await rank.act("attach", 1, join=2)
+        await rank.state("running")
+        await rank.act("detach", 2)
+        assert rank.workers.status() == WorkerStatus(1, "ready", "stopped", join=2)
+        await rank.act("attach", 2)
+        await rank.state("running")
+        assert (rank.worker.pid, rank.workers.status()) == (pid, WorkerStatus(2, "running"))
+        assert rank.count("worker_attach_seconds_count") == 2
+        os.kill(pid, signal.SIGSTOP)  # it does not leave, and is killed
+        rank.workers.detach(0.2, "rank 0 does not answer")
+        await rank.state("ended")
+        assert rank.workers.status() == WorkerStatus(2, "ended", "stopped")
+
+    play(steps)
 
 
-def directive(kind: Any, role: str, **values: Any) -> Action:
-    return Action("end", Directive(kind, 0, 2, role=role, **values))
+def test_a_spare_takes_over_and_another_is_loaded(play: Any, tmp_path: Path, logged: list[EventDict]) -> None:
+    async def steps(rank: Rank) -> None:
+        await rank.act("start", 1)
+        await rank.state("running")
+        first = rank.worker
+        await rank.until(lambda: rank.count("spare_workers") == 2)
+        workers = [first, *rank.spares]
+        folders = [tmp_path, tmp_path / "worker-1", tmp_path / "worker-2"]
+        assert [worker.task.directory for worker in workers] == folders
+        assert len({worker.task.stacks for worker in workers}) == 3
+        pids = [spare.pid for spare in rank.spares]
+        os.kill(first.pid, signal.SIGKILL)
+        await rank.state("ended")
+        await rank.act("start", 1, join=1, joined=(Join("observer", 1, 1),))
+        await rank.state("running")
+        assert rank.worker.pid == pids[0]
+        await rank.until(lambda: rank.count("spare_workers") == 2)
+        assert (rank.count("worker_starts_total"), rank.count("worker_attaches_total")) == (1, 1)
+        await rank.workers.carry_out(Action("end", Directive("finished", 1, 4, role="observer")))
+        assert (rank.spares, rank.count("spare_workers")) == ([], 0)
+
+    play(steps, spares=2)
+    assert [event["event"] for event in logged if event["log_level"] == "warning"] == ["worker ended"]
 
 
-# ---- the check of the settings
+def test_spares_of_a_role_that_does_not_stay_are_warned_of_once(play: Any, logged: list[EventDict]) -> None:
+    async def steps(rank: Rank) -> None:
+        rank.workers.job = replace(JOB, roles=tuple(replace(role, stays=False) for role in JOB.roles))
+        for generation in (1, 2):
+            await rank.act("start", generation)
+            await rank.state("running")
+            assert not rank.spares
+            await rank.act("end", generation)
 
-
-def test_check_may_take_phase_timeout(
-    tmp_path: Path, process: type[Process], logged: list[EventDict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_manager, "LOG_REPEAT_SECONDS", 0.02)
-    process.outcome = ""
-    workers = manager(tmp_path, connect_timeout=0.001, phase_timeout=0.05)
-    with pytest.raises(UsageError, match=r"^the check of the settings took over PHASE_TIMEOUT=0\.05 s$"):
-        asyncio.run(workers.check("trainer"))
-    events = [event["event"] for event in logged]
-    assert events == ["still checking the settings", "still checking the settings", "stacks"]
-
-
-def test_check_that_is_killed_each_time_is_no_usage_error(tmp_path: Path, process: type[Process]) -> None:
-    process.outcome = "killed"
-    with pytest.raises(RankError, match=r"^the check of the settings was killed 3 times: .*raise the memory limit"):
-        asyncio.run(manager(tmp_path).check("trainer"))
-    assert len(process.started) == 3
-
-
-def test_each_assigned_role_is_checked_once(tmp_path: Path, process: type[Process]) -> None:
-    async def play() -> None:
-        workers = manager(tmp_path)
-        await workers.check("")
-        for kind, role in (("stop", "ps"), ("stop", "ps"), ("run", "trainer"), ("leave", "other"), ("failed", "x")):
-            await workers.carry_out(directive(kind, role))
-
-    asyncio.run(play())
-    assert [task.role for task in process.started] == ["", "ps", "trainer"]
-    asyncio.run(manager(tmp_path, "ps").carry_out(directive("stop", "ps")))  # a rank with a role
-    assert len(process.started) == 3
-
-
-def test_check_is_not_fenced(tmp_path: Path, process: type[Process]) -> None:
-    process.outcome = ""
-
-    async def play() -> list[str]:
-        workers = manager(tmp_path)
-        check = asyncio.create_task(workers.check("ps"))
-        await asyncio.sleep(0)  # it starts the check
-        assert workers.worker is not None
-        killed = []
-        for outcome in ("stopped", "silent"):
-            workers.kill(outcome)  # type: ignore[arg-type]
-            killed.append(workers.worker.killed)  # type: ignore[attr-defined]
-        check.cancel()
-        return killed
-
-    assert asyncio.run(play()) == ["", "silent"]
+    play(steps, spares=1)
+    assert len([event for event in logged if event["event"].startswith("SPARES=1: has no effect, ")]) == 1
 
 
 @pytest.mark.parametrize(("held_mb", "problem"), [(900, ""), (1100, "uses 1100 MB of memory, over max_memory_mb=1000")])
 def test_worker_that_exceeds_its_memory_fails(
-    tmp_path: Path, process: type[Process], monkeypatch: pytest.MonkeyPatch, held_mb: int, problem: str
+    play: Any, monkeypatch: pytest.MonkeyPatch, held_mb: int, problem: str
 ) -> None:
-    process.outcome, failed = "", list[str]()
-    monkeypatch.setattr(process, "resident_bytes", lambda _: held_mb * 10**6, raising=False)
-    monkeypatch.setattr(process, "fail", lambda _, problem: failed.append(problem), raising=False)
+    monkeypatch.setattr(WorkerProcess, "resident_bytes", lambda _: held_mb * 10**6)
 
-    async def play() -> None:
-        workers = manager(tmp_path)
-        workers.job = replace(workers.job, roles=tuple(replace(r, max_memory_mb=1000) for r in workers.job.roles))
-        check = asyncio.create_task(workers.check("ps"))
-        await asyncio.sleep(0)  # it starts the check
-        workers.limit_memory()
-        check.cancel()
+    async def steps(rank: Rank) -> None:
+        rank.workers.job = replace(JOB, roles=tuple(replace(role, max_memory_mb=1000) for role in JOB.roles))
+        await rank.act("start", 1)
+        await rank.state("running")
+        rank.workers.limit_memory()
+        if problem:
+            await rank.state("ended")
+        status = rank.workers.status()
+        assert (status.outcome, status.error) == (("failed", f"{problem} of its role") if problem else ("", ""))
 
-    asyncio.run(play())
-    assert [text.removesuffix(" of its role") for text in failed] == ([problem] if problem else [])
+    play(steps)
 
 
 def test_each_role_asks_for_its_own_data() -> None:
@@ -155,12 +139,12 @@ def test_each_role_asks_for_its_own_data() -> None:
 # ---- directives that make no sense
 
 
-def test_directive_for_no_member_is_refused(tmp_path: Path, process: type[Process]) -> None:
-    action = Action("start", Directive("run", 1, 2, 3, (("ps", 0),), role="trainer"))
+def test_directive_for_no_member_is_refused(play: Any) -> None:
+    action = Action("start", Directive("run", 1, 2, 3, (("agent", 0),), role="observer"))
     with pytest.raises(
-        UsageError, match=r"^rank 0 assigns trainer_1, who is no member of generation 3; run the same ver"
+        UsageError, match=r"^rank 0 assigns observer_1, who is no member of generation 3; run the same ver"
     ):
-        asyncio.run(manager(tmp_path).carry_out(action))
+        play(lambda rank: rank.workers.carry_out(action))
 
 
 def test_unknown_role_is_refused() -> None:
@@ -169,20 +153,3 @@ def test_unknown_role_is_refused() -> None:
         UsageError, match=r"^this version of the job has no role 'observer'; run the same version in eve"
     ):
         worker.role_of(task, registry.get("rnn"))
-
-
-@pytest.mark.parametrize(("kind", "told"), [("finished", 0), ("stop", 1)])
-def test_a_loss_is_logged_unless_the_job_has_finished(
-    tmp_path: Path, process: type[Process], logged: list[EventDict], kind: str, told: int
-) -> None:
-    workers = manager(tmp_path, "trainer")
-
-    async def play() -> None:
-        task = Task("rnn", workers.settings, "trainer", 0)
-        workers.worker = ended = worker_manager.WorkerProcess(task, lambda: None)
-        ended.state, ended.outcome, ended.error, ended.alive = "ended", "lost", "EOF", False  # type: ignore[misc]
-        workers._worker_changed(ended)
-        await workers.carry_out(directive(kind, "trainer"))
-
-    asyncio.run(play())
-    assert [entry["event"] for entry in logged].count("worker ended") == told

@@ -86,4 +86,4 @@ class Store:
 
     def _there(self, worker: Worker) -> bool:
         cut = self.simulation.network.cut(worker.rank)
-        return worker.here and worker.state == "starting" and not worker.frozen and not cut
+        return worker.here and worker.state == "joining" and not worker.frozen and not cut

@@ -134,7 +134,7 @@ class Worker(Process):
 
     def _begin(self, directive: Directive) -> None:
         self.relabel(directive)
-        self.state, self.here = "starting", False
+        self.state, self.here = "joining", False
         self.parts: dict[Key, int] = {}  # the present members, and the numbers of their parts
         self.given_up: set[Join] = set()
         self.update(directive)
@@ -174,23 +174,23 @@ class Worker(Process):
             kill_rank(self.simulation, self.clock.random, self.rank)
 
     def arrive(self, part: tuple[int, int]) -> None:
-        if part == self.part and self.state == "starting":
+        if part == self.part and self.state == "joining":
             self.here = True
             self.simulation.store.meet(self.generation)
 
     def too_late(self, part: tuple[int, int]) -> None:
-        if self.state == "starting" and part == self.part:
+        if self.state == "joining" and part == self.part:
             self.lose_rank0()
 
     def lose_rank0(self) -> None:
         """Rank 0's worker has gone: one that stays waits, or gives up to meet the others."""
         if not self.stays:
             self.end("lost")
-        elif self.state == "starting":
+        elif self.state == "joining":
             self.leave(self.part, "rank 0 is gone")
 
     def connected(self, part: tuple[int, int]) -> None:
-        if self.state != "starting" or part != self.part:
+        if self.state != "joining" or part != self.part:
             return
         self.state = "running"
         self.supervisor.send_soon()

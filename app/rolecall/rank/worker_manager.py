@@ -20,7 +20,7 @@ from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive, Outcome, RoleSpec, WorkerStatus, name_of
 from rolecall.life import workers as life
-from rolecall.life.process import Fork, Keep, Kill, LogStacks, Send
+from rolecall.life.process import Keep, Send
 from rolecall.life.workers import Batch, RankWorkers, SpareRules, Times
 from rolecall.messages.worker import Attach
 from rolecall.rank import fork_server
@@ -204,20 +204,15 @@ class WorkerManager:
             match effect:
                 case life.Make():
                     self._make(effect)
-                case life.Do(number, Fork()):
-                    s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
-                    self._processes[number].fork(s.connect_timeout if fork_server.has_forked() else s.phase_timeout)
-                case life.Do(number, Send(message)):
-                    if isinstance(message, Attach):
-                        self.metrics.worker_attaches.inc()
-                    self._processes[number].send(message)
                 case life.Do(_, Keep(records)):
                     if self._coordinator:
                         self._coordinator.record(records)
-                case life.Do(number, LogStacks() as stacks):
-                    self._processes[number].log_stacks(stacks)
-                case life.Do(number, Kill()):
-                    self._processes[number].kill()
+                case life.Do(number, order):
+                    if isinstance(order, Send) and isinstance(order.message, Attach):
+                        self.metrics.worker_attaches.inc()
+                    s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
+                    limit = s.connect_timeout if fork_server.has_forked() else s.phase_timeout
+                    self._processes[number].do(order, limit)
                 case life.LogEnd(number):
                     self._log_end(self._processes[number])
                 case life.LogDeparture(number):

@@ -19,7 +19,7 @@ import psutil
 from rolecall import telemetry
 from rolecall.declare.task import Task
 from rolecall.gang.protocol import Outcome
-from rolecall.life.process import Exit, LogStacks
+from rolecall.life.process import Effect, Exit, Fork, Kill, LogStacks, Send
 from rolecall.life.workers import Batch, RankWorkers
 from rolecall.messages import worker as messages
 from rolecall.observe.cgroup import Cgroup
@@ -95,9 +95,17 @@ class WorkerProcess:
 
     # ---- what is done to it
 
-    def fork(self, limit: float) -> None:
-        """Forks it; a failure to do so, also within `limit` seconds, is an end like any other."""
-        self._begin(self._fork(limit))
+    def do(self, effect: Effect, fork_limit: float) -> None:
+        """Does what `effect` says. A fork that fails, or takes over `fork_limit` seconds, is an end like any other."""
+        match effect:
+            case Fork():
+                self._begin(self._fork(fork_limit))
+            case Send(message):
+                self.send(message)
+            case LogStacks():
+                self._begin(self._log_stacks(effect))
+            case Kill():
+                self._kill()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -144,17 +152,13 @@ class WorkerProcess:
             except PipeError as error:
                 self._break(error, "silent")
 
-    def kill(self) -> None:
-        """Sends it SIGKILL, unless it has ended."""
+    def _kill(self) -> None:
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def log_stacks(self, effect: LogStacks) -> None:
-        """Logs its stacks: of a silent one, even if a thread holds the GIL."""
-        self._begin(self._log_stacks(effect))
-
     async def _log_stacks(self, effect: LogStacks) -> None:
+        """Logs its stacks: of a silent one, even if a thread holds the GIL."""
         if effect.silent:
             text = await stack_dump.of_silent(self._pidfd, self.task.stacks) if self.task.stacks else ""
         else:

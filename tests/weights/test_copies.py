@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rolecall.weights import copies as module
 from rolecall.weights.copies import KEPT_SECONDS, KEPT_VERSIONS, Absent, Copies, Version
-from rolecall.weights.manifest import CHUNK_BYTES, Manifest, Stamp, digests_of
+from rolecall.weights.manifest import CHUNK_BYTES, Manifest, VersionId, digests_of
 from tests.context.contexts import Clock
 from tests.wire.wires import DEADLINE
 
@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def version(number: int, data: bytes) -> Version:
     digests = digests_of(memoryview(data))
-    manifest = Manifest(Stamp(1, number, "lead_0"), number, (), len(data), len(data), digests)
+    manifest = Manifest(VersionId(1, number, "lead_0"), number, (), len(data), len(data), digests)
     return Version(manifest, np.frombuffer(data, np.uint8).copy(), complete=True)
 
 
@@ -42,7 +42,7 @@ def missing(coming: Version) -> list[int]:
 def send(source: Copies, target: Copies, coming: Version, *numbers: int) -> int:
     """Chunks from one to the other. Returns how many were wrong."""
     runs = [(number, number + 1) for number in numbers]
-    parts = source.get(coming.stamp, runs, 0.0)
+    parts = source.get(coming.version_id, runs, 0.0)
     assert not isinstance(parts, Absent)
     return target.put(coming, runs, parts)
 
@@ -84,11 +84,11 @@ def test_chunks_that_are_wrong_are_not_kept() -> None:
 def test_the_newest_is_what_was_published_last(clock: Clock) -> None:
     copies = Copies("policy")
     old, new = version(7, data(1)), version(3, data(2))
-    new.manifest = new.manifest._replace(stamp=Stamp(2, 1, "lead_0"))  # of the next generation
+    new.manifest = new.manifest._replace(version_id=VersionId(2, 1, "lead_0"))  # of the next generation
     copies.add(new)
     copies.add(old)
     assert copies.newest is new
-    assert copies.manifest(old.stamp) == old.manifest
+    assert copies.manifest(old.version_id) == old.manifest
 
 
 def test_old_versions_are_kept_while_they_are_asked_for(clock: Clock) -> None:
@@ -97,17 +97,17 @@ def test_old_versions_are_kept_while_they_are_asked_for(clock: Clock) -> None:
     for each in versions:
         clock.now += 1
         copies.add(each)
-        assert isinstance(copies.get(versions[0].stamp, [(0, 1)], 0.0), list)
-    assert copies.get(versions[1].stamp, [(0, 1)], 0.0) is Absent.GONE  # there are too many
+        assert isinstance(copies.get(versions[0].version_id, [(0, 1)], 0.0), list)
+    assert copies.get(versions[1].version_id, [(0, 1)], 0.0) is Absent.GONE  # there are too many
     clock.now += KEPT_SECONDS - 2
-    copies.get(versions[0].stamp, [(0, 1)], 0.0)
+    copies.get(versions[0].version_id, [(0, 1)], 0.0)
     assert copies.drop_old() == pytest.approx(1)
     clock.now += 1
     assert copies.drop_old() == pytest.approx(KEPT_SECONDS - 1)
-    assert isinstance(copies.get(versions[0].stamp, [(0, 1)], 0.0), list)
+    assert isinstance(copies.get(versions[0].version_id, [(0, 1)], 0.0), list)
     clock.now += KEPT_SECONDS
     assert copies.drop_old() is None
-    assert copies.manifest(versions[0].stamp) is Absent.GONE
+    assert copies.manifest(versions[0].version_id) is Absent.GONE
     assert copies.newest is versions[-1]
 
 
@@ -115,11 +115,11 @@ def test_a_peer_waits_for_what_comes_from_a_holder_only(clock: Clock) -> None:
     here, there = Copies("policy"), Copies("policy")
     new = version(1, data(1, 2, 3))
     there.add(new)
-    assert here.get(new.stamp, [(0, 1)], 0.0) is Absent.ELSEWHERE  # it does not know of it yet
+    assert here.get(new.version_id, [(0, 1)], 0.0) is Absent.NOT_AVAILABLE  # it does not know of it yet
     answers = dict[int, Any]()
 
     def ask(number: int) -> None:
-        answers[number] = here.get(new.stamp, [(number, number + 1)], DEADLINE)
+        answers[number] = here.get(new.version_id, [(number, number + 1)], DEADLINE)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in (0, 1)]
     for thread in threads:
@@ -127,11 +127,11 @@ def test_a_peer_waits_for_what_comes_from_a_holder_only(clock: Clock) -> None:
     coming = here.begin(new.manifest)
     coming.direct[0] = coming.direct[1] = 1
     here.notify()
-    assert here.get(new.stamp, [(0, 1), (2, 3)], DEADLINE) is Absent.ELSEWHERE  # one comes from another reader
+    assert here.get(new.version_id, [(0, 1), (2, 3)], DEADLINE) is Absent.NOT_AVAILABLE  # one comes from another reader
     send(there, here, coming, 0, 1)
     for thread in threads:
         thread.join(DEADLINE)
     assert [bytes(answers[number][0])[:1] for number in (0, 1)] == [b"\1", b"\2"]
-    older = Stamp(0, 9, "lead_0")
+    older = VersionId(0, 9, "lead_0")
     assert here.get(older, [(0, 1)], DEADLINE) is Absent.GONE
     assert here.manifest(older) is Absent.GONE

@@ -90,7 +90,8 @@ class Context(Calls, Generic[S]):
         self.dispatcher = Dispatcher(self.me.name, self.services)
         self.dispatcher.offer(self.shares)
         self.weights = Publisher(self.group, metrics)
-        self.dispatcher.offer(self.weights.service)
+        self.dispatcher.offer(self.weights)
+        self.dispatcher.offer(self.weights.registry)
 
     # ---- identity and peers
 
@@ -177,8 +178,9 @@ class Context(Calls, Generic[S]):
         """Publishes `tensors`, such as `model.state_dict()`, as the newest version of the weights `name`; returns its
         number, by default one more than the last. They are copied before it returns, and sent in the background. The
         newest publication wins, whatever its number: after a restart from a checkpoint, numbers may begin anew. With
-        `dtype`, torch.bfloat16 or torch.int8 (of matrices, with a scale for each row), floating tensors travel as that
-        type. One member publishes a name. Raises UsageError for what is no strided tensor, and for another `dtype`.
+        `dtype`, torch.bfloat16 or torch.int8 (of matrices, with a scale for 256 elements), floating tensors travel as
+        that type. One member publishes a name. Raises UsageError for what is no strided tensor, and for another
+        `dtype`.
         """
         return self.weights.publish(name, tensors, version, dtype)
 

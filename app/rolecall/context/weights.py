@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +11,13 @@ import numpy as np
 import torch
 
 from rolecall.context.group import Group
+from rolecall.declare.remote import remote
 from rolecall.errors import UsageError
 from rolecall.weights import encoding
-from rolecall.weights.copies import Copies, Version
-from rolecall.weights.exchange import Connection, Draft, Exchange
-from rolecall.weights.manifest import Entry, Stamp
-from rolecall.weights.service import WeightsService
+from rolecall.weights.copies import Absent, Copies, Runs, Version
+from rolecall.weights.exchange import Connection, Exchange, PendingVersion
+from rolecall.weights.manifest import Entry, Manifest, VersionId
+from rolecall.weights.registry import Registry
 
 
 class Weights:
@@ -26,8 +28,8 @@ class Weights:
     def __init__(self, name: str, copies: Copies) -> None:
         self.name = name
         self._copies = copies
-        self._loaded: Stamp | None = None  # into a target
-        self._taken: Stamp | None = None  # by `load` or `tensors`
+        self._loaded: VersionId | None = None  # into a target
+        self._taken: VersionId | None = None  # by `load` or `tensors`
 
     @property
     def version(self) -> int | None:
@@ -39,7 +41,7 @@ class Weights:
     def new(self) -> bool:
         """Whether a version is here that neither `load` nor `tensors` has taken yet."""
         newest = self._copies.newest
-        return newest is not None and newest.stamp != self._taken
+        return newest is not None and newest.version_id != self._taken
 
     def wait(self, timeout: float, *, new: bool = False) -> int:
         """The number of the newest version that is here. Waits for the first one; if `new`, for one that was not taken
@@ -57,19 +59,19 @@ class Weights:
         version has come yet, without a change of `target`.
         """
         newest = self._newest()
-        if newest.stamp == self._loaded:
+        if newest.version_id == self._loaded:
             return newest.manifest.version
         pairs = self._match(newest, target)
         with torch.no_grad():
             for tensor, entry in pairs:
                 tensor.copy_(encoding.read(entry, newest.buffer))
-        self._loaded = self._taken = newest.stamp
+        self._loaded = self._taken = newest.version_id
         return newest.manifest.version
 
     def tensors(self) -> tuple[int, dict[str, torch.Tensor]]:
         """The number of the newest version, and a copy of its tensors. Raises UsageError if none has come yet."""
         newest = self._newest()
-        self._taken = newest.stamp
+        self._taken = newest.version_id
         copied = {entry.name: encoding.read(entry, newest.buffer).clone() for entry in newest.manifest.entries}
         return newest.manifest.version, copied
 
@@ -99,11 +101,13 @@ class Weights:
 
 
 class Publisher:
-    """The weights that this member publishes and subscribes to, by name. `service` has what is here."""
+    """The weights that this member publishes and subscribes to, by name. Peers call it for what is here, and at rank 0
+    its `registry`."""
 
     def __init__(self, group: Group, metrics: Any) -> None:
-        self.service = WeightsService(self._parts)
+        self.registry = Registry(self._parts)
         self._group, self._metrics = group, metrics
+        self._copies: dict[str, Copies] = {}
         self._exchanges: dict[str, Exchange] = {}
         self._published: dict[str, int] = {}  # the last version of each name
         self._lock = threading.Lock()
@@ -121,7 +125,7 @@ class Publisher:
             newest = exchange.copies.newest
             last = self._published.get(name, newest.manifest.version if newest else 0)
             version = self._published[name] = last + 1 if version is None else int(version)
-            exchange.publish(Draft(version, entries, buffer, full))
+            exchange.publish(PendingVersion(version, entries, buffer, full))
         return version
 
     def subscribe(self, name: str) -> Weights:
@@ -130,13 +134,31 @@ class Publisher:
         exchange.subscribe()
         return Weights(name, exchange.copies)
 
-    def _exchange(self, name: str) -> Exchange:
+    def copies(self, name: str) -> Copies:
+        """What this process holds of `name`."""
         with self._lock:
-            exchange = self._exchanges.get(name)
-            if exchange is None:
-                exchange = Exchange(self.service.copies(name), self._connect, self._metrics)
-                self._exchanges[name] = exchange
-            return exchange
+            return self._copies.setdefault(name, Copies(name))
+
+    @remote
+    def weights_manifest(self, name: str, version_id: VersionId) -> Manifest | Absent:
+        """See `Copies.manifest`."""
+        return self.copies(name).manifest(version_id)
+
+    @remote
+    def weights_chunks(
+        self, name: str, version_id: VersionId, runs: Runs, seconds: float
+    ) -> list[pickle.PickleBuffer] | Absent:
+        """See `Copies.get`. It waits in the thread of the call, which sends the answer: no other thread is kept from
+        its work by a peer that reads slowly."""
+        parts = self.copies(name).get(version_id, runs, seconds)
+        return parts if isinstance(parts, Absent) else [pickle.PickleBuffer(part) for part in parts]
+
+    def _exchange(self, name: str) -> Exchange:
+        copies = self.copies(name)
+        with self._lock:
+            if name not in self._exchanges:
+                self._exchanges[name] = Exchange(copies, self._connect, self._metrics)
+            return self._exchanges[name]
 
     def _connect(self, seconds: float) -> Connection | None:
         opened = self._group.wait_open(seconds)

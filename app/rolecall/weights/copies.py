@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from rolecall.weights.manifest import CHUNK_BYTES, Manifest, Stamp, digest_of
+from rolecall.weights.manifest import CHUNK_BYTES, Manifest, VersionId, digest_of
 
 KEPT_SECONDS = 10.0  # for which a version is kept after it came or was asked for, if it is not the newest
 KEPT_VERSIONS = 3  # at most
@@ -21,7 +21,7 @@ class Absent(enum.Enum):
     """Why a holder has no answer."""
 
     GONE = enum.auto()  # it has nothing of that version any more
-    ELSEWHERE = enum.auto()  # it gets those chunks from another reader, or not in time
+    NOT_AVAILABLE = enum.auto()  # it gets those chunks from another reader, or not in time
 
 
 class Version:
@@ -36,9 +36,9 @@ class Version:
         self.asked = time.monotonic()  # when it came, or a peer last asked for it
 
     @property
-    def stamp(self) -> Stamp:
-        """Its stamp."""
-        return self.manifest.stamp
+    def version_id(self) -> VersionId:
+        """Its identity."""
+        return self.manifest.version_id
 
     @property
     def complete(self) -> bool:
@@ -88,7 +88,7 @@ class Copies:
             if self._coming is version:
                 self._coming = None
             version.asked = time.monotonic()
-            self._complete = sorted([version, *self._complete], key=lambda each: each.stamp, reverse=True)
+            self._complete = sorted([version, *self._complete], key=lambda each: each.version_id, reverse=True)
             self._drop()
             self.changed.notify_all()
 
@@ -101,12 +101,12 @@ class Copies:
     def _drop(self) -> float | None:
         now, old = time.monotonic(), sorted(self._complete[1:], key=lambda each: each.asked, reverse=True)
         kept = [each for each in old[: KEPT_VERSIONS - 1] if now - each.asked < KEPT_SECONDS]
-        self._complete = self._complete[:1] + sorted(kept, key=lambda each: each.stamp, reverse=True)
+        self._complete = self._complete[:1] + sorted(kept, key=lambda each: each.version_id, reverse=True)
         return min(each.asked for each in kept) + KEPT_SECONDS - now if kept else None
 
     def begin(self, manifest: Manifest) -> Version:
         """A version is on its way: what is here of it already is copied from the other versions."""
-        if self._coming is not None and self._coming.stamp == manifest.stamp:
+        if self._coming is not None and self._coming.version_id == manifest.version_id:
             self._coming.direct = bytearray(manifest.chunks)
             return self._coming
         version = Version(manifest, np.empty(manifest.nbytes, np.uint8), complete=False)
@@ -147,43 +147,43 @@ class Copies:
 
     # ---- what peers ask for
 
-    def manifest(self, stamp: Stamp) -> Manifest | Absent:
+    def manifest(self, version_id: VersionId) -> Manifest | Absent:
         """The manifest of a version that is here, or on its way."""
         with self.changed:
-            version = self._version(stamp)
+            version = self._version(version_id)
             if version is None:
                 return Absent.GONE
             version.asked = time.monotonic()
             return version.manifest
 
-    def get(self, stamp: Stamp, runs: Runs, seconds: float) -> list[memoryview] | Absent:
+    def get(self, version_id: VersionId, runs: Runs, seconds: float) -> list[memoryview] | Absent:
         """The bytes of chunks. Waits for up to `seconds` for those that are on their way from a member that has them:
         two readers never wait for each other."""
         with self.changed:
-            self.changed.wait_for(lambda: not self._is_new(stamp), min(seconds, KNOWN_SECONDS))
-            self.changed.wait_for(lambda: self._is_settled(stamp, runs), seconds)
-            version = self._version(stamp)
+            self.changed.wait_for(lambda: not self._is_new(version_id), min(seconds, KNOWN_SECONDS))
+            self.changed.wait_for(lambda: self._is_settled(version_id, runs), seconds)
+            version = self._version(version_id)
             if version is None:
-                return Absent.ELSEWHERE if self._is_new(stamp) else Absent.GONE
+                return Absent.NOT_AVAILABLE if self._is_new(version_id) else Absent.GONE
             version.asked = time.monotonic()
             if not all(version.has[number] for number in _numbers(runs)):
-                return Absent.ELSEWHERE
+                return Absent.NOT_AVAILABLE
         return [version.part(first, end) for first, end in runs]
 
-    def _is_settled(self, stamp: Stamp, runs: Runs) -> bool:
+    def _is_settled(self, version_id: VersionId, runs: Runs) -> bool:
         """Whether waiting longer changes nothing."""
-        version = self._version(stamp)
+        version = self._version(version_id)
         if version is None:
             return True
         missing = [number for number in _numbers(runs) if not version.has[number]]
         return not missing or not all(version.direct[number] for number in missing)
 
-    def _is_new(self, stamp: Stamp) -> bool:
+    def _is_new(self, version_id: VersionId) -> bool:
         """Whether this process is yet to learn of the version."""
-        return all(version.stamp < stamp for version in self._here())
+        return all(version.version_id < version_id for version in self._here())
 
-    def _version(self, stamp: Stamp) -> Version | None:
-        return next((version for version in self._here() if version.stamp == stamp), None)
+    def _version(self, version_id: VersionId) -> Version | None:
+        return next((version for version in self._here() if version.version_id == version_id), None)
 
     def _here(self) -> list[Version]:
         """The complete versions, and that which is on its way, the last."""

@@ -1,4 +1,4 @@
-"""What a version consists of: its stamp, its tensors, and its chunks' digests."""
+"""What a version consists of: its identity, its tensors, and its chunks' digests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from rolecall.weights.packing import packed_bytes
+
 CHUNK_BYTES = 64 * 1024  # that travel or do not; a smaller chunk saves more of scattered changes, with more digests
 DIGEST_BYTES = 16
 
 
-class Stamp(NamedTuple):
+class VersionId(NamedTuple):
     """Orders the versions of a name: a later one is newer, whatever number its publisher gave it. `number` counts the
     publications of that name in the `generation`, by whomever; rank 0 counts them."""
 
@@ -23,7 +25,7 @@ class Stamp(NamedTuple):
 
 class Entry(NamedTuple):
     """A tensor in a version's buffer, from the byte `offset` on: `stored` is its type there. What was narrowed to int8
-    begins with a float32 scale for each row, an index of its first dimension."""
+    is packed (packing.py)."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,21 +39,21 @@ class Entry(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def rows(self) -> int:
-        """The number of its scales."""
-        return self.shape[0] if self.stored == torch.int8 != self.dtype else 0
+    def packed(self) -> bool:
+        """Whether it was narrowed to int8."""
+        return self.stored == torch.int8 != self.dtype
 
     @property
     def nbytes(self) -> int:
         """Its bytes in the buffer."""
-        return self.rows * 4 + self.numel * self.stored.itemsize
+        return packed_bytes(self.numel, "int8") if self.packed else self.numel * self.stored.itemsize
 
 
 class Manifest(NamedTuple):
     """A version: `nbytes` in chunks, of which `digests` has the digests one after the other. `full_nbytes` is the size
     of its tensors in their own types."""
 
-    stamp: Stamp
+    version_id: VersionId
     version: int
     entries: tuple[Entry, ...]
     nbytes: int
@@ -61,16 +63,11 @@ class Manifest(NamedTuple):
     @property
     def chunks(self) -> int:
         """The number of chunks."""
-        return chunks_of(self.nbytes)
+        return -(-self.nbytes // CHUNK_BYTES)
 
     def digest(self, chunk: int) -> bytes:
         """The digest of a chunk."""
         return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
-
-
-def chunks_of(nbytes: int) -> int:
-    """The number of chunks that `nbytes` are."""
-    return -(-nbytes // CHUNK_BYTES)
 
 
 def digest_of(chunk: memoryview) -> bytes:

@@ -1,21 +1,24 @@
-"""The ledger: which trainer computes which samples, and when an update closes. Pure logic.
+"""Which trainer computes which samples, and when an update closes. Pure logic.
 
-Every sample counts once an epoch: the ledger hands it out, and marks it as used together with the update that has its
-gradient. The batches of a lost trainer are handed out again. A trainer that joins gets batches once it is ready.
+Every sample counts once an epoch: the scheduler hands it out, and marks it as used together with the update that has
+its gradient. The batches of a lost trainer are handed out again. A trainer that joins gets batches once it is ready.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
 from rolecall.jobs.ps.messages import GradientKey, Indices, TrainerId
-from rolecall.jobs.ps.samples import Samples
 
 
 @dataclass(frozen=True)
-class Update:
+class DueUpdate:
     """The servers' next update: the mean of the gradients in `weights` (which add up to 1; empty: nothing changes) at
     `rate` times the learning rate. The answers to the keys of `batches` carry parameters and these batches.
     """
@@ -27,10 +30,10 @@ class Update:
 
 @dataclass
 class _Trainer:
-    """`batches` are assigned and not yet used, as tickets of `Samples`, by the number of the gradient that will be
-    computed from each; gradients may overtake each other. `assigned` counts all batches so far. `waiting` are gradients
-    without an answer. `sent` says that the open update has a gradient of the trainer; `joined`, that no update waits
-    until it is `ready`.
+    """`batches` are assigned and not yet used, as `SampleTickets`, by the number of the gradient that will be computed
+    from each; gradients may overtake each other. `assigned` counts all batches so far. `waiting` are gradients without
+    an answer. `sent` says that the open update has a gradient of the trainer; `joined`, that no update waits until it
+    is `ready`.
     """
 
     batches: dict[int, Indices] = field(default_factory=dict)
@@ -46,7 +49,7 @@ class _Trainer:
         return bool(self.batches) and not self.sent
 
 
-class Ledger:
+class BatchScheduler:
     """Hands out `samples` samples in batches of at most `batch`, in an order given by `seed` and the epoch.
 
     With `sync` an update waits for all trainers; otherwise each gradient is an update. A trainer has up to `ahead`
@@ -76,7 +79,7 @@ class Ledger:
         self.refused = 0  # gradients that were too stale
         self._trainers = {name: _Trainer() for name in trainers}
         self._gradients: dict[GradientKey, int] = {}  # of the open update, with their samples
-        self._samples = Samples(samples, epochs, seed, early=sync and ahead > 1)
+        self._samples = SampleTickets(samples, epochs, seed, early=sync and ahead > 1)
 
     # ---- questions
 
@@ -136,7 +139,7 @@ class Ledger:
         """A trainer has joined the others: updates go on without it until it reports that it is ready."""
         self._trainers[key] = _Trainer(joined=True)
 
-    def take(self, key: GradientKey, version: int, samples: int) -> Update | None:
+    def take(self, key: GradientKey, version: int, samples: int) -> DueUpdate | None:
         """A gradient of `samples` samples has arrived, computed with the parameters after update `version`; with no
         samples it reports that its trainer is ready. Returns the update that is due, if any.
 
@@ -160,7 +163,7 @@ class Ledger:
             trainer.sent = True
         return self._close(1 / max(1, staleness))
 
-    def lose(self, lost: TrainerId) -> Update | None:
+    def lose(self, lost: TrainerId) -> DueUpdate | None:
         """A trainer is lost: the open update closes without it, and its batches are handed out again."""
         trainer = self._trainers.pop(lost, None)
         if trainer is None:
@@ -172,7 +175,7 @@ class Ledger:
 
     # ---- how
 
-    def _close(self, rate: float) -> Update | None:
+    def _close(self, rate: float) -> DueUpdate | None:
         """Closes the open update unless it waits for a trainer. Returns None if nothing changes and no trainer is
         answered.
         """
@@ -188,7 +191,7 @@ class Ledger:
         self._gradients = {}
         self._samples.advance()
         batches = self._hand_out()
-        return Update(weights, rate if weights else 1.0, batches) if weights or batches else None
+        return DueUpdate(weights, rate if weights else 1.0, batches) if weights or batches else None
 
     def _hand_out(self) -> dict[GradientKey, list[Indices]]:
         """Batches for the waiting trainers, by the gradient to answer. A trainer without any batch waits on."""
@@ -225,3 +228,88 @@ class Ledger:
         if claims > 1 and share >= self.grain:
             share = round(share / self.grain) * self.grain
         return min(self.batch, share, left)
+
+
+class SampleTickets:
+    """The samples 0 to `count` of `epochs` epochs, in an order given by `seed` and the epoch.
+
+    A *ticket* is one use of one sample: epoch * `count` + sample. Each ticket is drawn, and then used or put back. With
+    `early`, tickets of the next epoch are drawn while some of this epoch are not yet used.
+    """
+
+    def __init__(self, count: int, epochs: int, seed: int, early: bool = False) -> None:
+        self.count, self.epochs, self.seed, self.early = count, epochs, seed, early
+        self.epoch = 0
+        self._used = np.zeros((2, count), bool)  # of this epoch, and of the next
+        self._left: list[deque[int]] = []  # of this epoch, and, if `early`, of the next
+        self._begin()
+
+    @property
+    def over(self) -> bool:
+        """Whether all epochs are done."""
+        return self.epoch >= self.epochs
+
+    @property
+    def done(self) -> int:
+        """Tickets that are used."""
+        return self.epoch * self.count + int(self._used[: max(0, self.epochs - self.epoch)].sum())
+
+    @property
+    def left(self) -> int:
+        """Tickets of one epoch that can be drawn."""
+        return 0 if self.over else len(self._left[self.is_early])
+
+    @property
+    def is_early(self) -> bool:
+        """Whether tickets of the next epoch are drawn."""
+        return self.early and not self._left[0] and self.epoch + 1 < self.epochs
+
+    def is_next(self, tickets: Indices) -> bool:
+        """Whether `tickets` [n], drawn at once, are of the next epoch."""
+        return bool(tickets[0] // self.count > self.epoch)
+
+    def draw(self, size: int) -> Indices:
+        """The next `size` tickets, at most `left`: all of one epoch."""
+        queue = self._left[self.is_early]
+        return np.array([queue.popleft() for _ in range(size)], np.int64)
+
+    def put_back(self, tickets: Indices) -> None:
+        """`tickets` [n], drawn at once, are the next to be drawn again."""
+        if len(tickets):
+            self._left[self.is_next(tickets)].extendleft(reversed(tickets.tolist()))
+
+    def use(self, tickets: Indices) -> None:
+        """`tickets` [n] are used."""
+        epochs, samples = np.divmod(tickets, self.count)
+        self._used[epochs - self.epoch, samples] = True
+
+    def advance(self) -> None:
+        """Begins the next epoch if this one is used up."""
+        while self._used[0].all() and not self.over:
+            self.epoch += 1
+            self._used = np.stack([self._used[1], np.zeros(self.count, bool)])
+            following = self._order(self.early)
+            self._left = [self._left[1], following] if self.early else [following]
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: the epoch, and bits of the used samples of it and of the next."""
+        used, following = (torch.from_numpy(np.packbits(mask)) for mask in self._used)
+        return {"epoch": self.epoch, "used": used, "following": following, "samples": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state`. Raises ValueError if it is of other data."""
+        if state["samples"] != self.count:
+            raise ValueError(f"the checkpoint is of {state['samples']} training samples; DATASET has {self.count}")
+        masks = [np.unpackbits(state[name].numpy(), count=self.count) for name in ("used", "following")]
+        self.epoch, self._used = state["epoch"], np.array(masks, bool)
+        self._begin()
+        self.advance()
+
+    def _begin(self) -> None:
+        self._left = [self._order(following) for following in ((False, True) if self.early else (False,))]
+
+    def _order(self, following: bool) -> deque[int]:
+        """The unused tickets of this epoch, or of the next."""
+        epoch = self.epoch + following
+        order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+        return deque((epoch * self.count + order[~self._used[int(following)][order]]).tolist())

@@ -1,14 +1,17 @@
-"""The model of `ps`: users' modules, good and bad, and what a model's accuracy is."""
+"""The model of `ps`: users' modules, good and bad, its parts and buffers, and its accuracy."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rolecall import UsageError
@@ -151,7 +154,7 @@ def test_frozen_parameters_stay_out_of_the_vector() -> None:
     assert learning.flatten(frozen).numel() == 10
     learning.unflatten(torch.arange(10.0), frozen)
     assert torch.equal(frozen.get_parameter("layer.bias"), torch.arange(10.0))
-    assert model.parts(frozen, settings_of()) == (model.Part(0, 10, 0),)
+    assert model.parts(frozen, settings_of()) == (model.VectorPart(0, 10, 0),)
 
 
 def test_check_refuses_more_servers_than_parameters() -> None:
@@ -166,6 +169,43 @@ def test_the_same_seed_builds_the_same_model(name: str) -> None:
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert torch.equal(torch.random.get_rng_state(), before), "the caller's random numbers are its own"
+
+
+# ---- parts and buffers
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([8, 100, 2**17, 2**18 - 1, 2**18, 10**6]), min_size=1, max_size=12), st.integers(1, 8))
+def test_parts_cover_any_models_vector_in_equal_shards(sizes: list[int], servers: int) -> None:
+    module = nn.ParameterList(torch.empty(size, device="meta") for size in sizes)
+    parts = model.parts(module, settings_of(servers=servers))
+    assert (parts[0].start, parts[-1].stop) == (0, sum(sizes))
+    assert all(one.stop == following.start for one, following in pairwise(parts))
+    assert all(part.size > 0 for part in parts)
+    assert [part.server for part in parts] == sorted(part.server for part in parts), "a shard is one stretch"
+    shards = [sum(part.size for part in parts if part.server == server) for server in range(servers)]
+    assert max(shards) - min(shards) <= 1
+    small = [part for part in parts[1:-1] if part.size < model.MIN_PART_ELEMENTS]
+    large = [size for size in sizes if size >= model.MIN_PART_ELEMENTS]
+    assert len(small) <= len(large) + 2 * servers, "small parts are before large parameters and at shards' edges"
+
+
+def test_what_comes_before_the_large_layer_is_a_part_of_its_own() -> None:
+    first, last = model.parts(model.ConvNet(), settings_of())
+    assert (first.start, first.stop, last.stop) == (0, 18_816, 1_199_882)
+    [whole] = model.parts(model.ConvNet(), settings_of(update_mode="autograd"))
+    assert (whole.start, whole.stop) == (0, 1_199_882)
+
+
+def test_buffers_go_from_one_model_to_another_as_they_were_read() -> None:
+    one, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    one(torch.randn(8, 3))
+    model.load_buffers(other, ())
+    assert other.num_batches_tracked == 0
+    read, before = model.buffers(one), [buffer.clone() for buffer in one.buffers()]
+    one(torch.randn(8, 3))  # they are sent later
+    model.load_buffers(other, read)
+    assert all(map(torch.equal, other.buffers(), before))
 
 
 # ---- accuracy

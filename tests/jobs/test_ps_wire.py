@@ -1,4 +1,4 @@
-"""WIRE_DTYPE of `ps`: payloads of blocks, error feedback, and each trainer's view of the parameters."""
+"""WIRE_DTYPE of `ps`: error feedback, and each trainer's view of the parameters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.messages import GradientKey as Key
-from rolecall.jobs.ps.wire import BLOCK_ELEMENTS, MAX_INTEGER, Receiver, Sender, Views, decode, pack, unpack
+from rolecall.jobs.ps.wire import Receiver, Sender, Views, decode
+from rolecall.weights.packing import BLOCK_ELEMENTS
 
 PACKED = ["int8", "int4"]
-DTYPES = ["float32", *PACKED]
 ROUNDING = 2.0**-23  # of float32
 
 
@@ -23,34 +23,7 @@ def normal(size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def vectors() -> st.SearchStrategy[Tensor]:
-    """Vectors of all kinds of sizes and magnitudes, some with many zeros."""
-    drawn = st.tuples(st.integers(1, 700), st.integers(0, 10**6), st.floats(1e-30, 1e37), st.sampled_from([0, 0.5, 1]))
-    return drawn.map(lambda of: normal(of[0], of[1]) * of[2] * (torch.rand(of[0]) >= of[3]))
-
-
-# ---- blocks
-
-
-@pytest.mark.parametrize(
-    ("dtype", "count", "size"),
-    [("int8", 1, 260), ("int8", 257, 520), ("int4", 256, 132), ("int4", 1_199_882, 4688 * 132)],
-)
-def test_a_payload_has_a_scale_and_the_integers_of_each_block(dtype: str, count: int, size: int) -> None:
-    payload, _ = pack(torch.ones(count), dtype)
-    assert payload.nbytes == payload.untyped_storage().nbytes() == size
-
-
-@settings(max_examples=100, deadline=None)
-@given(vectors(), st.sampled_from(PACKED))
-def test_unpacked_is_the_nearest_multiple_of_the_scale(values: Tensor, dtype: str) -> None:
-    before = values.clone()
-    payload, decoded = pack(values, dtype)
-    assert torch.equal(values, before)
-    assert torch.equal(unpack(payload, len(values), dtype), decoded)
-    for block, rounded in zip(before.split(BLOCK_ELEMENTS), decoded.split(BLOCK_ELEMENTS), strict=True):
-        scale = max(float(block.abs().max()) / MAX_INTEGER[dtype], torch.finfo(torch.float32).tiny)
-        assert (block - rounded).abs().max() <= 0.5001 * scale
+# ---- error feedback
 
 
 @pytest.mark.parametrize("dtype", PACKED)
@@ -62,15 +35,6 @@ def test_a_value_that_is_not_finite_makes_its_block_not_finite_now_and_next(dtyp
     for values in (gradient, normal(1000)):
         decoded = decode(sender.encode(values), 1000, dtype)
         assert not decoded.split(BLOCK_ELEMENTS)[at // BLOCK_ELEMENTS].isfinite().any()
-
-
-# ---- error feedback
-
-
-def test_float32_travels_as_it_is() -> None:
-    gradient = normal(100)
-    assert Sender(100, "float32").encode(gradient) is gradient
-    assert decode(gradient, 100, "float32") is gradient
 
 
 @settings(max_examples=60, deadline=None)
@@ -155,12 +119,6 @@ def test_trainers_share_a_view_until_one_is_answered_without_the_other() -> None
     answer(6, "b")
     answer(0, "c")
     assert answer(7, "bc").keys() == {"b", "c"}, "a trainer that comes later has a view of its own"
-
-
-def test_a_trainer_with_two_gradients_is_sent_a_difference_once() -> None:
-    parameters, views = normal(10), Views("int8")
-    views.encode(parameters, [Key("a", 0)])
-    assert views.encode(parameters + 1, [Key("a", 2), Key("a", 1)]).keys() == {Key("a", 1)}
 
 
 # ---- settings

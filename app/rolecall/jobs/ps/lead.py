@@ -38,7 +38,7 @@ def lead(server: Server) -> dict[str, Any]:
     model = ShardedModel(context, server)
     train, test = data.load(s)
     scheduler = make_scheduler(s, len(train), trainers_in(context))
-    context.restore({"model": model, "ledger": scheduler})
+    context.restore({"model": model, "ledger": scheduler})  # as earlier checkpoints name it
     server.publish(scheduler.version)
     trainers = Trainers(context, server.inbox, scheduler)
     evaluate = partial(log_accuracy, context, server.module, test)

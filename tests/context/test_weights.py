@@ -106,8 +106,3 @@ def test_before_the_first_version(tmp_path: Path) -> None:
     for read in (weights.tensors, lambda: weights.load({})):
         with pytest.raises(UsageError, match=r"no version has come yet; call wait\(timeout\) before"):
             read()
-
-
-def test_what_is_no_tensor_is_refused_where_it_is_published(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'step' is a int, not a tensor"):
-        make(tmp_path).publish("policy", {"step": 3})  # type: ignore[dict-item]

@@ -55,9 +55,6 @@ DATASETS = """
     def nothing():
         return None
 
-    def raises():
-        raise KeyError("TOKEN")
-
     def no_training():
         return [], [(torch.zeros(2), 0)]
 
@@ -94,12 +91,10 @@ def test_a_users_dataset() -> None:
     [
         ("one", "must return a training and a test dataset"),
         ("nothing", "must return a training and a test dataset"),
-        ("raises", "TOKEN"),
         ("no_training", "the training dataset is empty"),
         ("no_test", "the test dataset is empty"),
         ("no_pairs", "must be pairs"),
         ("no_class", "must be pairs"),
-        ("absent", "cannot be imported"),
     ],
 )
 def test_a_users_unusable_dataset_is_refused(name: str, problem: str) -> None:

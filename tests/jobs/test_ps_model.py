@@ -22,8 +22,6 @@ MODELS = """
     import torch
     from torch import nn
 
-    NOT_CALLABLE = 3
-
     class Linear(nn.Module):
         def __init__(self, classes=10, features=784, answer=lambda logits: logits, **changed):
             super().__init__()
@@ -61,12 +59,6 @@ MODELS = """
 
     def no_module():
         return "a network"
-
-    def raises():
-        raise RuntimeError("no weights here")
-
-    def needs_arguments(classes):
-        return Linear(classes)
 
     def frozen():
         model = Linear()
@@ -130,10 +122,6 @@ def test_check_takes_what_works() -> None:
         ("double", r"must be torch.float32, not torch.float64"),
         ("no_parameters", r"must be torch.float32, not none"),
         ("no_module", "returns a str, not a torch module"),
-        ("raises", r"raised an error \(RuntimeError: no weights here\)"),
-        ("needs_arguments", r"raised an error \(TypeError"),
-        ("NOT_CALLABLE", "is not callable"),
-        ("absent", "cannot be imported"),
     ],
 )
 def test_check_refuses_what_can_never_work(name: str, problem: str) -> None:

@@ -41,10 +41,7 @@ def make(flat: Tensor, **chosen: Any) -> list[Shard]:
     count = 2 * settings.servers
     edges = [len(flat) * n // count for n in range(count + 1)]
     parts = [(n, VectorPart(edges[n], edges[n + 1], n // 2)) for n in range(count)]
-    shards = [Shard(parts[2 * n : 2 * n + 2], settings, len(flat)) for n in range(settings.servers)]
-    for shard in shards:
-        shard.begin_with([flat[:30], flat[30:40].view(2, -1), flat[40:]])
-    return shards
+    return [Shard(parts[2 * n : 2 * n + 2], settings, flat) for n in range(settings.servers)]
 
 
 def send(shards: Sequence[Shard], key: Key, gradient: Tensor | None) -> dict[int, Future[Any]]:
@@ -199,12 +196,12 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
     """Each server learns of a loss by itself: a lead that learns of it later counts the gradient."""
     made, _, supervisor = reporting(momentum=0, lr=1)
     made._answering = Inline(1)  # type: ignore[assignment]
-    made.shard.begin_with([torch.zeros(made.total)])
-    keys, gradient = [Key(trainer_id(0), 1), Key(trainer_id(1), 1)], torch.ones(len(made.shard.flat))
+    keys, before = [Key(trainer_id(0), 1), Key(trainer_id(1), 1)], made.shard.flat
+    gradient = torch.ones(len(before))
     answers = [made.exchange(GradientPart(key, 1, gradient.clone(), None)) for key in keys]
     made.context.group.lose(MEMBERS[2])
     made.update(UpdateShard(1, dict.fromkeys(keys, 0.5), 1.0, tuple(keys)), {})
-    assert torch.equal(answers[1].result(30)[0], -gradient)
+    assert torch.equal(answers[1].result(30)[0], before - gradient)
     made.update(UpdateShard(1, {}, 1.0, (), (trainer_id(0),)), {})  # answers only, as at the start of a generation
     assert not made.shard.receive(GradientPart(Key(trainer_id(0), 2), 1, gradient, None), Future()), "it is lost"
     assert supervisor.steps == [1]

@@ -13,9 +13,10 @@ from rolecall import UsageError
 from rolecall.checkpoint import capture
 from rolecall.checkpoint.checkpoint import read
 from rolecall.jobs.ps import PsSettings
+from rolecall.jobs.ps.lead import ShardedModel
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.messages import GradientPart, UpdateShard
-from rolecall.jobs.ps.sharded import ShardedModel
+from tests.integration import learning
 from tests.jobs.ps_calls import HERE, Gang, trainer_id
 
 KEY = Key(trainer_id(0), 1)
@@ -37,7 +38,7 @@ class Job(Gang):
         self.context.finish(state={})
 
     def step(self, version: int) -> None:
-        gradient = torch.randn(self.lead.total, generator=torch.Generator().manual_seed(version))
+        gradient = torch.randn(self.lead.shard.total, generator=torch.Generator().manual_seed(version))
         for server in self.servers:
             for part, extent in server.shard.parts.items():
                 mine = gradient[server.shard.start + extent.start : server.shard.start + extent.stop]
@@ -106,7 +107,6 @@ LOCAL, SGD, ADAM = {"update_mode": "local"}, {"optimizer": "sgd"}, {"optimizer":
         (SGD, ADAM, "UPDATE_MODE=sync OPTIMIZER=adam: the newest checkpoint"),
         (SGD, LOCAL, "UPDATE_MODE=local: the newest checkpoint"),
         (LOCAL, SGD, "UPDATE_MODE=sync OPTIMIZER=sgd: the newest checkpoint"),
-        (SGD, {"model": HERE + "normed"}, "MODEL=tests.*normed: has 162 parameters, the newest checkpoint .* 130;"),
         (SGD, {"momentum": 0}, ""),
         (LOCAL, LOCAL, ""),
     ],
@@ -115,10 +115,10 @@ def test_another_jobs_state_is_refused(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any], problem: str
 ) -> None:
     """A momentum of gradients is none of differences. One that is no longer used is taken, and not kept."""
-    first = Job(tmp_path, 1, **{"model": HERE + "small", **before})
+    first = Job(tmp_path, 1, model=HERE + "small", **before)
     first.step(1)
     first.save(1)
-    second = Job(tmp_path, 1, **{"model": HERE + "small", **after})
+    second = Job(tmp_path, 1, model=HERE + "small", **after)
     if problem:
         with pytest.raises(UsageError, match=problem):
             second.restore()
@@ -127,3 +127,11 @@ def test_another_jobs_state_is_refused(
     torch.testing.assert_close(second.state(), first.state(), rtol=0, atol=0)
     second.step(2)
     assert (second.state().keys() == {"parameters"}) == (after.get("momentum") == 0)
+
+
+def test_a_model_whose_code_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = Job(tmp_path, 1, model=HERE + "small")
+    first.save(1)
+    monkeypatch.setattr(learning, "small", learning.normed)
+    with pytest.raises(UsageError, match=r"MODEL=.*small: has 162 parameters, the newest checkpoint .* 130;"):
+        Job(tmp_path, 1, model=HERE + "small").restore()

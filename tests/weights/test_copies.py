@@ -41,10 +41,9 @@ def missing(coming: Version) -> list[int]:
 
 def send(source: Copies, target: Copies, coming: Version, *numbers: int) -> int:
     """Chunks from one to the other. Returns how many were wrong."""
-    runs = [(number, number + 1) for number in numbers]
-    parts = source.get(coming.version_id, runs, 0.0)
-    assert not isinstance(parts, Absent)
-    return target.put(coming, runs, parts)
+    contents = source.get(coming.version_id, numbers, 0.0)
+    assert not isinstance(contents, Absent)
+    return target.put(coming, numbers, contents)
 
 
 @settings(max_examples=50, deadline=None)
@@ -97,14 +96,14 @@ def test_old_versions_are_kept_while_they_are_asked_for(clock: Clock) -> None:
     for each in versions:
         clock.now += 1
         copies.add(each)
-        assert isinstance(copies.get(versions[0].version_id, [(0, 1)], 0.0), list)
-    assert copies.get(versions[1].version_id, [(0, 1)], 0.0) is Absent.GONE  # there are too many
+        assert isinstance(copies.get(versions[0].version_id, [0], 0.0), list)
+    assert copies.get(versions[1].version_id, [0], 0.0) is Absent.GONE  # there are too many
     clock.now += KEPT_SECONDS - 2
-    copies.get(versions[0].version_id, [(0, 1)], 0.0)
+    copies.get(versions[0].version_id, [0], 0.0)
     assert copies.drop_old() == pytest.approx(1)
     clock.now += 1
     assert copies.drop_old() == pytest.approx(KEPT_SECONDS - 1)
-    assert isinstance(copies.get(versions[0].version_id, [(0, 1)], 0.0), list)
+    assert isinstance(copies.get(versions[0].version_id, [0], 0.0), list)
     clock.now += KEPT_SECONDS
     assert copies.drop_old() is None
     assert copies.manifest(versions[0].version_id) is Absent.GONE
@@ -115,11 +114,11 @@ def test_a_peer_waits_for_what_comes_from_a_holder_only(clock: Clock) -> None:
     here, there = Copies("policy"), Copies("policy")
     new = version(1, data(1, 2, 3))
     there.add(new)
-    assert here.get(new.version_id, [(0, 1)], 0.0) is Absent.NOT_AVAILABLE  # it does not know of it yet
+    assert here.get(new.version_id, [0], 0.0) is Absent.NOT_AVAILABLE  # it does not know of it yet
     answers = dict[int, Any]()
 
     def ask(number: int) -> None:
-        answers[number] = here.get(new.version_id, [(number, number + 1)], DEADLINE)
+        answers[number] = here.get(new.version_id, [number], DEADLINE)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in (0, 1)]
     for thread in threads:
@@ -127,11 +126,11 @@ def test_a_peer_waits_for_what_comes_from_a_holder_only(clock: Clock) -> None:
     coming = here.begin(new.manifest)
     coming.direct[0] = coming.direct[1] = 1
     here.notify()
-    assert here.get(new.version_id, [(0, 1), (2, 3)], DEADLINE) is Absent.NOT_AVAILABLE  # one comes from another reader
+    assert here.get(new.version_id, [0, 2], DEADLINE) is Absent.NOT_AVAILABLE  # one comes from another reader
     send(there, here, coming, 0, 1)
     for thread in threads:
         thread.join(DEADLINE)
     assert [bytes(answers[number][0])[:1] for number in (0, 1)] == [b"\1", b"\2"]
     older = VersionId(0, 9, "lead_0")
-    assert here.get(older, [(0, 1)], DEADLINE) is Absent.GONE
+    assert here.get(older, [0], DEADLINE) is Absent.GONE
     assert here.manifest(older) is Absent.GONE

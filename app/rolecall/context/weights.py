@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from rolecall.context.group import Group
 from rolecall.declare.remote import remote
 from rolecall.errors import UsageError
 from rolecall.weights import encoding
-from rolecall.weights.copies import Absent, Copies, Runs, Version
+from rolecall.weights.copies import Absent, Copies, Version
 from rolecall.weights.exchange import Connection, Exchange, PendingVersion
 from rolecall.weights.manifest import Entry, Manifest, VersionId
 from rolecall.weights.registry import Registry
@@ -146,12 +146,12 @@ class Publisher:
 
     @remote
     def weights_chunks(
-        self, name: str, version_id: VersionId, runs: Runs, seconds: float
+        self, name: str, version_id: VersionId, chunks: Sequence[int], seconds: float
     ) -> list[pickle.PickleBuffer] | Absent:
         """See `Copies.get`. It waits in the thread of the call, which sends the answer: no other thread is kept from
         its work by a peer that reads slowly."""
-        parts = self.copies(name).get(version_id, runs, seconds)
-        return parts if isinstance(parts, Absent) else [pickle.PickleBuffer(part) for part in parts]
+        contents = self.copies(name).get(version_id, chunks, seconds)
+        return contents if isinstance(contents, Absent) else [pickle.PickleBuffer(each) for each in contents]
 
     def _exchange(self, name: str) -> Exchange:
         copies = self.copies(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from rolecall.weights.manifest import CHUNK_BYTES, Manifest, VersionId, digest_o
 KEPT_SECONDS = 10.0  # for which a version is kept after it came or was asked for, if it is not the newest
 KEPT_VERSIONS = 3  # at most
 KNOWN_SECONDS = 2.0  # for which a peer waits that asks for a version which this process is yet to learn of
-Runs = Sequence[tuple[int, int]]  # chunks, each run from the first one to that after its last one
 
 
 class Absent(enum.Enum):
@@ -48,10 +47,6 @@ class Version:
     def chunk(self, number: int) -> memoryview:
         """The bytes of a chunk."""
         return self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-
-    def part(self, first: int, end: int) -> memoryview:
-        """The bytes of the chunks from `first` to before `end`."""
-        return self.data[first * CHUNK_BYTES : end * CHUNK_BYTES]
 
 
 class Copies:
@@ -125,20 +120,17 @@ class Copies:
             self.changed.notify_all()
         return version
 
-    def put(self, version: Version, runs: Runs, parts: Sequence[memoryview]) -> int:
+    def put(self, version: Version, chunks: Sequence[int], contents: Sequence[memoryview]) -> int:
         """Chunks have arrived. Those with the digests of the manifest are kept. Returns the number of the others."""
         wrong, arrived = 0, list[int]()
-        for (first, end), part in zip(runs, parts, strict=True):
-            for number in range(first, end):
-                start = (number - first) * CHUNK_BYTES
-                data, target = part[start : start + CHUNK_BYTES], version.chunk(number)
-                if version.has[number]:
-                    continue
-                if digest_of(data) != version.manifest.digest(number):
-                    wrong += 1
-                    continue
-                target[:] = data
-                arrived.append(number)
+        for number, data in zip(chunks, contents, strict=True):
+            if version.has[number]:
+                continue
+            if digest_of(data) != version.manifest.digest(number):
+                wrong += 1
+                continue
+            version.chunk(number)[:] = data
+            arrived.append(number)
         with self.changed:
             for number in arrived:
                 version.has[number] = 1
@@ -156,26 +148,26 @@ class Copies:
             version.asked = time.monotonic()
             return version.manifest
 
-    def get(self, version_id: VersionId, runs: Runs, seconds: float) -> list[memoryview] | Absent:
+    def get(self, version_id: VersionId, chunks: Sequence[int], seconds: float) -> list[memoryview] | Absent:
         """The bytes of chunks. Waits for up to `seconds` for those that are on their way from a member that has them:
         two readers never wait for each other."""
         with self.changed:
             self.changed.wait_for(lambda: not self._is_new(version_id), min(seconds, KNOWN_SECONDS))
-            self.changed.wait_for(lambda: self._is_settled(version_id, runs), seconds)
+            self.changed.wait_for(lambda: self._is_settled(version_id, chunks), seconds)
             version = self._version(version_id)
             if version is None:
                 return Absent.NOT_AVAILABLE if self._is_new(version_id) else Absent.GONE
             version.asked = time.monotonic()
-            if not all(version.has[number] for number in _numbers(runs)):
+            if not all(version.has[number] for number in chunks):
                 return Absent.NOT_AVAILABLE
-        return [version.part(first, end) for first, end in runs]
+        return [version.chunk(number) for number in chunks]
 
-    def _is_settled(self, version_id: VersionId, runs: Runs) -> bool:
+    def _is_settled(self, version_id: VersionId, chunks: Sequence[int]) -> bool:
         """Whether waiting longer changes nothing."""
         version = self._version(version_id)
         if version is None:
             return True
-        missing = [number for number in _numbers(runs) if not version.has[number]]
+        missing = [number for number in chunks if not version.has[number]]
         return not missing or not all(version.direct[number] for number in missing)
 
     def _is_new(self, version_id: VersionId) -> bool:
@@ -188,8 +180,3 @@ class Copies:
     def _here(self) -> list[Version]:
         """The complete versions, and that which is on its way, the last."""
         return [*self._complete, *([self._coming] if self._coming else [])]
-
-
-def _numbers(runs: Runs) -> Iterator[int]:
-    for first, end in runs:
-        yield from range(first, end)

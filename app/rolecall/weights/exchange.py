@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from rolecall.errors import CallError
 from rolecall.telemetry import log
 from rolecall.weights import plan as plans
-from rolecall.weights.copies import Absent, Copies, Runs, Version
+from rolecall.weights.copies import Absent, Copies, Version
 from rolecall.weights.manifest import Entry, Manifest, VersionId, digests_of
 from rolecall.weights.plan import Plan
 from rolecall.weights.registry import Member, Offer
@@ -54,7 +54,7 @@ class PendingVersion(NamedTuple):
 
 class _Answer(NamedTuple):
     request: plans.Request
-    runs: Runs
+    chunks: list[int]
     value: Any
     error: BaseException | None
 
@@ -68,7 +68,6 @@ class Exchange:
         self._connect, self._metrics = connect, metrics
         self._pending: PendingVersion | None = None  # the newest publication, until it is a version
         self._reads = False
-        self._gone: VersionId | None = None  # the version that nobody had any more
         threading.Thread(target=self._run, name=f"weights {copies.name}", daemon=True).start()
 
     def publish(self, pending: PendingVersion) -> None:
@@ -165,10 +164,7 @@ class Exchange:
         the network would keep every pull from its end. Raises CallError if nobody can serve it."""
         started, copies, me = time.monotonic(), self.copies, connection.me[0]
         manifest = self._manifest(connection, offer)
-        if manifest is None:  # as a rule, a newer one has taken its place, which the next offer names
-            if self._gone == offer.version_id:
-                raise CallError(f"weights {copies.name!r}: no member has the newest version any more")
-            self._gone = offer.version_id
+        if manifest is None:  # a newer one has taken its place, which the next offer names
             connection.session.wait(LOOK_SECONDS)
             return
         version = copies.begin(manifest)
@@ -185,7 +181,9 @@ class Exchange:
         counter = self._metrics.weights_bytes.labels(self.copies.name)
         while plan.missing:
             self._complete_pending(connection)
-            self._mark_direct(version, plan.take_direct())
+            for cell in plan.take_direct():
+                for chunk in _chunks(version, cell):
+                    version.direct[chunk] = 1
             for request in plan.next(time.monotonic()):
                 arguments = (connection, version, request, answers)
                 if request.source in connected:
@@ -228,17 +226,17 @@ class Exchange:
     def _request(
         self, connection: Connection, version: Version, request: plans.Request, answers: queue.SimpleQueue[_Answer]
     ) -> None:
-        runs = _missing_runs(version, request.cell)
-        arguments = (self.copies.name, version.version_id, runs, CHUNKS_SECONDS)
+        chunks = [chunk for chunk in _chunks(version, request.cell) if not version.has[chunk]]
+        arguments = (self.copies.name, version.version_id, chunks, CHUNKS_SECONDS)
         try:
             future = connection.ask(request.source, "weights_chunks", *arguments, wait=CHUNKS_SECONDS)
         except CallError as error:  # in a thread of its own, which nobody waits for
-            answers.put(_Answer(request, runs, None, error))
+            answers.put(_Answer(request, chunks, None, error))
             return
 
         def answered(future: Any) -> None:
             error = future.exception()
-            answers.put(_Answer(request, runs, None if error else future.result(), error))
+            answers.put(_Answer(request, chunks, None if error else future.result(), error))
 
         future.add_done_callback(answered)
 
@@ -251,31 +249,17 @@ class Exchange:
         if answer.value is Absent.NOT_AVAILABLE:
             plan.refused(source, cell, now)
             return 0
-        parts = [memoryview(part) for part in answer.value]
-        wrong = self.copies.put(version, answer.runs, parts)
+        contents = [memoryview(each) for each in answer.value]
+        wrong = self.copies.put(version, answer.chunks, contents)
         if wrong:
             log().warning("weights", name=self.copies.name, problem=f"{source} sent {wrong} chunks with other digests")
             plan.refused(source, cell, now)
         else:
             plan.came(source, cell, now)
-        return sum(part.nbytes for part in parts)
-
-    @staticmethod
-    def _mark_direct(version: Version, cells: Sequence[int]) -> None:
-        for cell in cells:
-            start = cell * plans.CELL_CHUNKS
-            end = min(start + plans.CELL_CHUNKS, len(version.direct))
-            version.direct[start:end] = b"\1" * (end - start)
+        return sum(each.nbytes for each in contents)
 
 
-def _missing_runs(version: Version, cell: int) -> Sequence[tuple[int, int]]:
-    """The chunks of a cell that are not there."""
-    runs = list[tuple[int, int]]()
+def _chunks(version: Version, cell: int) -> range:
+    """The chunks of a cell."""
     start = cell * plans.CELL_CHUNKS
-    for chunk in range(start, min(start + plans.CELL_CHUNKS, version.manifest.chunks)):
-        if not version.has[chunk]:
-            if runs and runs[-1][1] == chunk:
-                runs[-1] = (runs[-1][0], chunk + 1)
-            else:
-                runs.append((chunk, chunk + 1))
-    return runs
+    return range(start, min(start + plans.CELL_CHUNKS, version.manifest.chunks))

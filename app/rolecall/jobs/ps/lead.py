@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rolecall import Context
+import torch
+from torch import Tensor
+
+from rolecall import Context, Sharded
 from rolecall.jobs.ps import PsSettings, data
 from rolecall.jobs.ps.evaluate import log_accuracy
 from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, TrainerId, UpdateShard
 from rolecall.jobs.ps.metrics import WEIGHTS
 from rolecall.jobs.ps.scheduler import BatchScheduler, DueUpdate
 from rolecall.jobs.ps.server import Server
-from rolecall.jobs.ps.sharded import ShardedModel
 from rolecall.jobs.ps.trainer import Trainer
 from rolecall.jobs.ps.trainers import Joined, Lost, MembersChanged, Trainers, trainers_in
 
@@ -53,7 +57,7 @@ def lead(server: Server) -> dict[str, Any]:
         update_mode=s.update_mode,
         epoch=epoch,
         trainers=len(scheduler.trainers),  # at the start
-        parameters=server.total,
+        parameters=server.shard.total,
     ):
         # the next event, and the update that is due with it
         update: DueUpdate | None = None
@@ -162,6 +166,47 @@ def _log(context: Context[PsSettings], reports: list[BatchReport], scheduler: Ba
     age = sum((before - report.version) * report.samples for report in reports) / used
     values: dict[str, Any] = {} if context.settings.update_mode == "sync" else {"age": age}  # with `sync` it is 0
     context.log(done=scheduler.done, loss=loss, epoch=epoch, ps_train_accuracy_ratio=correct, **values)
+
+
+class ShardedModel(Sharded):
+    """The parameters and the optimizer's state on all servers, and the model's `buffers`.
+
+    One thread uses it, so nothing is read during an update.
+    """
+
+    def __init__(self, context: Context[PsSettings], server: Server) -> None:
+        super().__init__(context, "model", "ps")
+        self._step_timeout = context.settings.step_timeout
+        self.server = server
+        self.others = [peer for peer in context.peers("ps") if peer != context.me]
+        self.buffers: tuple[Tensor, ...] = ()
+        self._lost: list[TrainerId] = []  # trainers that the other servers have yet to drop
+
+    def update(self, order: UpdateShard, assignments: Mapping[GradientKey, Assignment]) -> None:
+        """Has every server apply an update and answer; returns once all have."""
+        order, self._lost = replace(order, lost=tuple(self._lost)), []
+        calls = self.context.options(timeout=self._step_timeout)  # many gradients take longer than RPC_TIMEOUT
+        answers = [calls.call(peer, Server.update, order, {}) for peer in self.others]
+        self.server.update(order, assignments)
+        self.context.wait_all(answers)
+
+    def drop(self, trainer: TrainerId) -> None:
+        """Drops what a lost trainer sent; the other servers do so with the next update."""
+        self.server.drop(trainer)
+        self._lost.append(trainer)
+
+    def parameters(self) -> Tensor:
+        """All parameters [total]."""
+        answers = [self.context.call(peer, Server.flat) for peer in self.others]
+        return torch.cat([self.server.shard.flat, *self.context.wait_all(answers)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The content of a checkpoint beside the servers' shards."""
+        return {"buffers": list(self.buffers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state`."""
+        self.buffers = tuple(state["buffers"])
 
 
 class OpenRounds:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from rolecall import Context, Share, remote
 from rolecall.jobs.ps import PsSettings, model
@@ -43,11 +44,9 @@ class Server:
             trainers = max(1, len(context.peers("trainer")))  # nobody joins a generation with torch's RPC
             self.server_model = ServerModel(settings, max(1, context.threads // trainers), context.device)
         self.module = model.build(settings)
-        self.total = model.count(self.module)
         parts = enumerate(model.parts(self.module, settings))
         mine = [each for each in parts if each[1].server == context.me.ordinal]
-        self.shard = Shard(mine, settings, self.total)
-        self.shard.begin_with(model.trainable(self.module))
+        self.shard = Shard(mine, settings, parameters_to_vector(model.trainable(self.module)).detach())
         model.release(self.module)  # the lead evaluates with it
         self.shard.before = Share(context, "model", self.shard.rows, self.shard.prepare).before
         # the thread that answers a call also sends the answer: one for each trainer that may join, if another one does

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -31,8 +31,8 @@ class _Received:
 
 
 class Shard:
-    """Holds the elements of `parts` (index and extent, adjoining) of the model's flat vector. The optimizer steps one
-    part at a time, so a part's new parameters leave while the next part is updated.
+    """Holds a copy of the elements of `parts` (index and extent, adjoining) of the model's vector `flat` [total]. The
+    optimizer steps one part at a time, so a part's new parameters leave while the next part is updated.
 
     Any thread may call `receive`; one thread at a time calls the rest. `before(begin, end)` is called before elements
     `begin` to `end` change.
@@ -42,19 +42,17 @@ class Shard:
         self,
         parts: Sequence[tuple[int, VectorPart]],
         settings: PsSettings,
-        total: int,
+        flat: Tensor,
         before: Callable[[int, int], None] = lambda begin, end: None,
     ) -> None:
-        self.total, self.before, self._settings = total, before, settings
+        self.total, self.before, self._settings = len(flat), before, settings
         self._restored_step: Tensor | None = None  # Adam's count of updates, of all parts
         self.start, self.stop = parts[0][1].start, parts[-1][1].stop
         self.parts = {index: slice(part.start - self.start, part.stop - self.start) for index, part in parts}
         local = settings.update_mode == "local"
         self._lr = settings.outer_lr if local else settings.lr
         self._prefix = "outer_" if local else ""  # of the optimizer's tensors
-        self._parameters = {
-            index: nn.Parameter(torch.zeros(extent.stop - extent.start)) for index, extent in self.parts.items()
-        }
+        self._parameters = {index: nn.Parameter(flat[part.start : part.stop].clone()) for index, part in parts}
         parameters = [*self._parameters.values()]
         if local:
             momentum = settings.outer_momentum
@@ -67,12 +65,6 @@ class Shard:
         self._received: dict[GradientKey, _Received] = {}
         self._lost = set[TrainerId]()
         self._lock = threading.Lock()  # of `_received` and `_lost`
-
-    def begin_with(self, parameters: Iterable[Tensor]) -> None:
-        """Copies the shard's elements from the whole model's `parameters`."""
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])[self.start : self.stop]
-        for index, extent in self.parts.items():
-            self._parameters[index].data.copy_(flat[extent])
 
     # ---- what a checkpoint holds
 

@@ -18,9 +18,9 @@ ROOMS = {
     "rolecall/gang": 1990,
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3160,
-    "rolecall/jobs/ps": 2730,
+    "rolecall/jobs/ps": 2540,
     "rolecall/jobs/rl": 4560,
-    "rolecall/jobs/rnn": 1100,
+    "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
     "rolecall/launch": 2440,
     "rolecall/messages": 590,  # the declarations and codecs of six rooms
@@ -34,7 +34,7 @@ ROOMS = {
     "rolecall/record": 1520,
     "rolecall/torch_rpc": 1130,
     "rolecall/tunnel": 1990,
-    "rolecall/weights": 970,
+    "rolecall/weights": 950,
     "rolecall/wire": 3050,
 }
 # lines of Python; words of Markdown in docs

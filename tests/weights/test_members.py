@@ -141,7 +141,7 @@ class Gate:
     """Holds up what a member sends of a name's chunks, after the first `free` answers."""
 
     def __init__(self, member: Member, name: str, free: int = 0) -> None:
-        self.copies, self.reached = member.context.weights.copies(name), threading.Event()
+        self.copies, self.reached = member.context.weights.holdings.copies(name), threading.Event()
         self._free, self._go, self._get = free, threading.Event(), self.copies.get
         self.copies.get = self._held  # type: ignore[method-assign]
 

@@ -90,7 +90,7 @@ class Context(Calls, Generic[S]):
         self.dispatcher = Dispatcher(self.me.name, self.services)
         self.dispatcher.offer(self.shares)
         self.weights = Publisher(self.group, metrics)
-        self.dispatcher.offer(self.weights)
+        self.dispatcher.offer(self.weights.holdings)
         self.dispatcher.offer(self.weights.registry)
 
     # ---- identity and peers

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from rolecall.context.group import Group
-from rolecall.declare.remote import remote
 from rolecall.errors import UsageError
 from rolecall.weights import encoding
-from rolecall.weights.copies import Absent, Copies, Version
+from rolecall.weights.copies import Copies, Holdings, Version
 from rolecall.weights.exchange import Connection, Exchange, PendingVersion
-from rolecall.weights.manifest import Entry, Manifest, VersionId
+from rolecall.weights.manifest import Entry, VersionId
 from rolecall.weights.registry import Registry
 
 
@@ -101,13 +99,12 @@ class Weights:
 
 
 class Publisher:
-    """The weights that this member publishes and subscribes to, by name. Peers call it for what is here, and at rank 0
-    its `registry`."""
+    """The weights that this member publishes and subscribes to, by name. Peers call its `holdings`, and at rank 0 its
+    `registry`."""
 
     def __init__(self, group: Group, metrics: Any) -> None:
-        self.registry = Registry(self._parts)
+        self.holdings, self.registry = Holdings(), Registry(self._parts)
         self._group, self._metrics = group, metrics
-        self._copies: dict[str, Copies] = {}
         self._exchanges: dict[str, Exchange] = {}
         self._published: dict[str, int] = {}  # the last version of each name
         self._lock = threading.Lock()
@@ -134,30 +131,10 @@ class Publisher:
         exchange.subscribe()
         return Weights(name, exchange.copies)
 
-    def copies(self, name: str) -> Copies:
-        """What this process holds of `name`."""
-        with self._lock:
-            return self._copies.setdefault(name, Copies(name))
-
-    @remote
-    def weights_manifest(self, name: str, version_id: VersionId) -> Manifest | Absent:
-        """See `Copies.manifest`."""
-        return self.copies(name).manifest(version_id)
-
-    @remote
-    def weights_chunks(
-        self, name: str, version_id: VersionId, chunks: Sequence[int], seconds: float
-    ) -> list[pickle.PickleBuffer] | Absent:
-        """See `Copies.get`. It waits in the thread of the call, which sends the answer: no other thread is kept from
-        its work by a peer that reads slowly."""
-        contents = self.copies(name).get(version_id, chunks, seconds)
-        return contents if isinstance(contents, Absent) else [pickle.PickleBuffer(each) for each in contents]
-
     def _exchange(self, name: str) -> Exchange:
-        copies = self.copies(name)
         with self._lock:
             if name not in self._exchanges:
-                self._exchanges[name] = Exchange(copies, self._connect, self._metrics)
+                self._exchanges[name] = Exchange(self.holdings.copies(name), self._connect, self._metrics)
             return self._exchanges[name]
 
     def _connect(self, seconds: float) -> Connection | None:

@@ -1,6 +1,6 @@
 """Published weights: versions in chunks, which readers pull from whoever has them.
 
-copies.py     The versions of one name that this process holds, complete or on their way
+copies.py     The versions of each name that this process holds, complete or on their way
 encoding.py   Tensors in one buffer: where each is, in which type it travels, and back again
 exchange.py   Keeps a process's copies of a name up to date: tells rank 0 what is here, and pulls what is newer
 manifest.py   What a version consists of: its identity, its tensors, and its chunks' digests

@@ -1,14 +1,17 @@
-"""The versions of one name that this process holds, complete or on their way."""
+"""The versions of each name that this process holds, complete or on their way."""
 
 from __future__ import annotations
 
 import enum
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from rolecall.declare.remote import remote
 from rolecall.weights.manifest import CHUNK_BYTES, Manifest, VersionId, digest_of
 
 KEPT_SECONDS = 10.0  # for which a version is kept after it came or was asked for, if it is not the newest
@@ -180,3 +183,28 @@ class Copies:
     def _here(self) -> list[Version]:
         """The complete versions, and that which is on its way, the last."""
         return [*self._complete, *([self._coming] if self._coming else [])]
+
+
+class Holdings:
+    """What this process holds of each name. Its peers call it."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Copies] = {}
+        self._lock = threading.Lock()
+
+    def copies(self, name: str) -> Copies:
+        """What is here of `name`."""
+        with self._lock:
+            return self._copies.setdefault(name, Copies(name))
+
+    @remote
+    def weights_manifest(self, name: str, version_id: VersionId) -> Manifest | Absent:
+        """See `Copies.manifest`."""
+        return self.copies(name).manifest(version_id)
+
+    @remote
+    def weights_chunks(self, name: str, version_id: VersionId, chunks: Sequence[int], seconds: float) -> Any:
+        """See `Copies.get`. It waits in the thread of the call, which sends the answer: no other thread is kept from
+        its work by a peer that reads slowly."""
+        contents = self.copies(name).get(version_id, chunks, seconds)
+        return contents if isinstance(contents, Absent) else [pickle.PickleBuffer(each) for each in contents]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.messages import Indices
 from rolecall.jobs.ps.scheduler import BatchScheduler, DueUpdate, SampleTickets
-from tests.jobs.ps_calls import trainer_id
 
 
 def make(trainers: int = 3, sync: bool = True, **changed: Any) -> BatchScheduler:
@@ -303,23 +302,6 @@ def test_sync_goes_on_without_a_newcomer_until_that_is_ready() -> None:
     assert due(scheduler.take(Key("t2", 1), 2, 4)).weights.keys() == {("t0", 3), ("t1", 3), ("t2", 1)}
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_what_a_trainer_sent_before_it_returned_counts_for_nothing(sync: bool) -> None:
-    old, new = trainer_id(0), trainer_id(0, join=1)
-    scheduler = BatchScheduler(24, 4, 2, 0, [old], sync=sync)
-    [before] = due(scheduler.take(Key(old, 0), 0, 0)).batches[Key(old, 0)]
-    assert scheduler.lose(old) is None
-    scheduler.join(new)
-    assert scheduler.take(Key(old, 1), 0, 4) is None
-    [again] = due(scheduler.take(Key(new, 0), 0, 0)).batches[Key(new, 0)]
-    assert again.tolist() == before.tolist(), "what it had is handed out again"
-    assert scheduler.take(Key(old, 1), 0, 4) is None
-    assert not scheduler.computes(old, 1)
-    assert (scheduler.done, scheduler.late()) == (0, [new])
-    assert due(scheduler.take(Key(new, 1), 0, 4)).weights == {Key(new, 1): 1.0}
-    assert scheduler.done == 4
-
-
 @pytest.mark.parametrize(("left", "shares"), [(24, [4] * 4), (15, [4, 4, 4, 3]), (10, [3, 3, 2, 2]), (3, [1, 1, 1])])
 def test_sync_shares_the_end_of_an_epoch_evenly(left: int, shares: list[int]) -> None:
     assert [len(batch) for batch in start(make(4, samples=left)).values()] == shares
@@ -371,27 +353,6 @@ def test_a_step_does_not_stand_for_a_difference_that_does_not_arrive() -> None:
     assert scheduler.computes("t0", 2)
     scheduler.lose("t0")
     assert not scheduler.computes("t0", 2)
-
-
-def test_a_checkpoint_knows_what_is_used_of_the_next_epoch() -> None:
-    scheduler, given = scheduler_of(2, samples=70)
-    scheduler.take(Key("t0", 1), 0, 1)  # a slow one
-    scheduler.take(Key("t1", 1), 0, 38)
-    scheduler.take(Key("t0", 2), 1, 32)
-    scheduler.take(Key("t1", 2), 1, 38)  # all of the next epoch is used, and 31 samples of this one are not
-    assert (scheduler.epoch, scheduler.done) == (0, 109)
-    for sync in (True, False):
-        following = BatchScheduler(70, 40, 2, 0, ["t0"], sync=sync)
-        following.load_state_dict(scheduler.state_dict())
-        assert (following.epoch, following.done) == (0, 109)
-        update, number = following.take(Key("t0", 0), 0, 0), 1
-        handed: list[int] = []
-        while update and not following.over:
-            [chunk] = update.batches[Key("t0", number - 1)]
-            handed += chunk.tolist()
-            update = following.take(Key("t0", number), following.version, len(chunk))
-            number += 1
-        assert sorted(handed) == sorted(given["t0"][0][1:])
 
 
 # ---- the order, and going on

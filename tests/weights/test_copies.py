@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rolecall.weights import copies as module
 from rolecall.weights.copies import KEPT_SECONDS, KEPT_VERSIONS, Absent, Copies, Version
@@ -46,31 +44,6 @@ def send(source: Copies, target: Copies, coming: Version, *numbers: int) -> int:
     return target.put(coming, numbers, contents)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 255), max_size=12), st.lists(st.integers(0, 255), max_size=12), st.integers(1, 99))
-def test_only_chunks_with_other_digests_travel(before: list[int], after: list[int], tail: int) -> None:
-    here, there = Copies("policy"), Copies("policy")
-    old, new = version(1, data(*before)), version(2, data(*after, tail=tail))
-    here.add(old)
-    there.add(new)
-    coming = here.begin(new.manifest)
-    expected = [number for number, value in enumerate(after) if value not in before]
-    assert missing(coming) == [*expected, len(after)]  # the tail has another length
-    assert not send(there, here, coming, *missing(coming))
-    assert coming.complete
-    assert bytes(coming.data) == data(*after, tail=tail)
-
-
-def test_a_pull_goes_on_with_what_an_earlier_one_left() -> None:
-    here, there = Copies("policy"), Copies("policy")
-    first, second = version(1, data(1, 2, 3)), version(2, data(3, 2, 4))
-    there.add(first)
-    coming = here.begin(first.manifest)
-    send(there, here, coming, 1)
-    assert here.begin(first.manifest) is coming
-    assert missing(here.begin(second.manifest)) == [0, 2, 3]
-
-
 def test_chunks_that_are_wrong_are_not_kept() -> None:
     here, there = Copies("policy"), Copies("policy")
     right = version(1, data(1, 2))
@@ -78,16 +51,6 @@ def test_chunks_that_are_wrong_are_not_kept() -> None:
     coming = here.begin(right.manifest)
     assert send(there, here, coming, 0, 1, 2) == 1
     assert missing(coming) == [1]
-
-
-def test_the_newest_is_what_was_published_last(clock: Clock) -> None:
-    copies = Copies("policy")
-    old, new = version(7, data(1)), version(3, data(2))
-    new.manifest = new.manifest._replace(version_id=VersionId(2, 1, "lead_0"))  # of the next generation
-    copies.add(new)
-    copies.add(old)
-    assert copies.newest is new
-    assert copies.manifest(old.version_id) == old.manifest
 
 
 def test_old_versions_are_kept_while_they_are_asked_for(clock: Clock) -> None:

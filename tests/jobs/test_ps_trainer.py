@@ -119,7 +119,7 @@ def test_nothing_is_sent_after_the_generation_that_it_was_computed_in() -> None:
     sending = Exchanges(member.context, member.generation.lead.module)
     following = member.attach()
     with pytest.raises(PeerLostError, match="generation 1 has ended for trainer_0"):
-        sending.send(5, 0, None, BatchReport(0, 0)).result()
+        sending.send(5, 0, None, BatchReport(0, 0)).result(30)
     assert following.keys == []
     sending.close()
 

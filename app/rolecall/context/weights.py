@@ -11,7 +11,7 @@ import torch
 
 from rolecall.context.group import Group
 from rolecall.errors import UsageError
-from rolecall.weights import encoding
+from rolecall.weights import manifest
 from rolecall.weights.copies import Copies, Holdings, Version
 from rolecall.weights.exchange import Connection, Exchange, PendingVersion
 from rolecall.weights.manifest import Entry, VersionId
@@ -62,7 +62,7 @@ class Weights:
         pairs = self._match(newest, target)
         with torch.no_grad():
             for tensor, entry in pairs:
-                tensor.copy_(encoding.read(entry, newest.buffer))
+                tensor.copy_(manifest.read(entry, newest.buffer))
         self._loaded = self._taken = newest.version_id
         return newest.manifest.version
 
@@ -70,7 +70,7 @@ class Weights:
         """The number of the newest version, and a copy of its tensors. Raises UsageError if none has come yet."""
         newest = self._newest()
         self._taken = newest.version_id
-        copied = {entry.name: encoding.read(entry, newest.buffer).clone() for entry in newest.manifest.entries}
+        copied = {entry.name: manifest.read(entry, newest.buffer).clone() for entry in newest.manifest.entries}
         return newest.manifest.version, copied
 
     def _newest(self) -> Version:
@@ -113,9 +113,9 @@ class Publisher:
         self, name: str, tensors: Mapping[str, torch.Tensor], version: int | None, dtype: torch.dtype | None
     ) -> int:
         """See `Context.publish`."""
-        entries, nbytes = encoding.layout(name, tensors, dtype)
+        entries, nbytes = manifest.layout(name, tensors, dtype)
         buffer = np.zeros(nbytes, np.uint8)  # what is between tensors counts in the digests
-        encoding.write(tensors, entries, buffer)
+        manifest.write(tensors, entries, buffer)
         full = sum(entry.numel * entry.dtype.itemsize for entry in entries)
         exchange = self._exchange(name)
         with self._lock:

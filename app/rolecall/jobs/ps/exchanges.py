@@ -15,6 +15,8 @@ from rolecall.jobs.ps.metrics import WEIGHTS
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.wire import Receiver, Sender
 
+Exchange = Future[Future[PartAnswer]]  # of one part of a gradient: it is on its way, then its answer is
+
 
 def share_cores(context: Context[PsSettings]) -> None:
     """Sets torch's threads to this trainer's share of the cores, if all ranks are on one machine. It is called before
@@ -37,19 +39,9 @@ def deadline(settings: PsSettings) -> float:
     return (steps + 2) * settings.step_timeout + settings.phase_timeout + settings.rpc_timeout
 
 
-class Exchange:
-    """One part of a gradient on its way, then its answer."""
-
-    def __init__(self, sent: Future[Future[PartAnswer]]) -> None:
-        self._sent = sent
-
-    def done(self) -> bool:
-        """Whether the answer is here."""
-        return self._sent.done() and self._sent.result().done()
-
-    def result(self) -> PartAnswer:
-        """Waits for the answer."""
-        return self._sent.result().result()
+def is_answered(exchange: Exchange) -> bool:
+    """Whether the answer is here."""
+    return exchange.done() and exchange.result().done()
 
 
 class Exchanges:
@@ -80,7 +72,7 @@ class Exchanges:
             payload = self.senders[index].encode(gradient)
             self._metrics.ps_payload_bytes.labels("up").inc(payload.nbytes)
         message = GradientPart(GradientKey(self.me, number), index, payload, report if index == 0 else None)
-        return Exchange(self._thread.submit(self._send, self._servers[self.parts[index].server], message))
+        return self._thread.submit(self._send, self._servers[self.parts[index].server], message)
 
     def _send(self, server: Peer, message: GradientPart) -> Future[PartAnswer]:
         if TrainerId.of(self._context.me, self._context.generation) != self.me:
@@ -92,7 +84,7 @@ class Exchanges:
         and with part 0 the assignment, whose buffers the module gets.
         """
         with self._metrics.ps_wait_seconds.time():
-            payload, assignment = exchange.result()
+            payload, assignment = exchange.result().result()
         if assignment is not None:
             self.version = assignment.version
             self._metrics.weights_version.labels(WEIGHTS).set(self.version)

@@ -20,7 +20,7 @@ from torch.nn.utils import vector_to_parameters
 
 from rolecall import Context, PeerLostError
 from rolecall.jobs.ps import PsSettings, data, model
-from rolecall.jobs.ps.exchanges import Exchange, Exchanges, deadline, share_cores
+from rolecall.jobs.ps.exchanges import Exchange, Exchanges, deadline, is_answered, share_cores
 from rolecall.jobs.ps.messages import BatchReport, Indices
 from rolecall.jobs.ps.server import Server
 
@@ -133,7 +133,7 @@ class LocalReplica:
             return batches
         hidden = time.monotonic() - self._sent_at
         for index, exchange in list(self._under_way.items()):
-            if not wait and not exchange.done():
+            if not wait and not is_answered(exchange):
                 continue
             parameters, assignment = self.exchanges.take(index, self._under_way.pop(index))
             if parameters is None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rolecall import Context
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.exchanges import Exchange, Exchanges
+from rolecall.jobs.ps.exchanges import Exchange, Exchanges, is_answered
 from rolecall.jobs.ps.messages import BatchReport, Indices
 from rolecall.jobs.ps.model import VectorPart
 from rolecall.jobs.ps.server import MAX_EXCHANGES
@@ -67,7 +67,7 @@ class Replica:
         """Whether to call `take` before computing the next of `batches`: an answer is here, or must be waited for."""
         if not self._under_way:
             return False
-        arrived = all(exchange.done() for exchange in self._under_way[0].values())
+        arrived = all(map(is_answered, self._under_way[0].values()))
         return arrived or not batches or len(self._under_way) == MAX_EXCHANGES
 
     def take(self) -> list[Indices]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolecall.errors import UsageError
-from rolecall.weights import encoding
+from rolecall.weights import manifest
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -20,10 +20,10 @@ def there_and_back(
     state: dict[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> tuple[dict[str, torch.Tensor], int]:
     """What arrives of `state`, and the bytes that it took."""
-    entries, nbytes = encoding.layout("policy", state, dtype)
+    entries, nbytes = manifest.layout("policy", state, dtype)
     buffer = np.zeros(nbytes, np.uint8)
-    encoding.write(state, entries, buffer)
-    return {entry.name: encoding.read(entry, buffer) for entry in entries}, nbytes
+    manifest.write(state, entries, buffer)
+    return {entry.name: manifest.read(entry, buffer) for entry in entries}, nbytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,4 +76,4 @@ def test_views_and_shared_tensors() -> None:
 )
 def test_what_cannot_travel_is_refused(tensors: object, dtype: torch.dtype | None, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        encoding.layout("policy", tensors, dtype)  # type: ignore[arg-type]
+        manifest.layout("policy", tensors, dtype)  # type: ignore[arg-type]

@@ -92,6 +92,9 @@ def test_of_a_lost_trainer_nothing_counts_and_one_that_returns_is_another() -> N
     lead.changes_to(AGAIN, TWO)
     lead.hears(Key(ONE, 1), Key(ONE, 2), Key(ONE, 2), Key(AGAIN, 0), Key(TWO, 1), Key(AGAIN, 0), Key(TWO, 1))
     assert lead.events() == [Lost(ONE), Joined(AGAIN), Key(AGAIN, 0), Key(TWO, 1)]
+    lead.changes_to(ONE, AGAIN, TWO)  # as members were told of before
+    lead.hears(Key(ONE, 3), Key(ONE, 3))
+    assert lead.events() == []
 
 
 def test_a_gradient_that_is_here_before_its_trainer_is_known_waits_for_it() -> None:

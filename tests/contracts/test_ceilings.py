@@ -18,7 +18,7 @@ ROOMS = {
     "rolecall/gang": 1990,
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3160,
-    "rolecall/jobs/ps": 2530,
+    "rolecall/jobs/ps": 2520,
     "rolecall/jobs/rl": 4560,
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,

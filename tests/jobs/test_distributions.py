@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor, distributions
 
 from rolecall.jobs.rl.distributions import (
@@ -127,17 +127,6 @@ def test_what_is_sampled_has_the_density_that_is_said(space: Space, features: in
 
 
 @EVERY
-def test_actions_are_as_they_travel(space: Space, features: int) -> None:
-    torch.manual_seed(4)
-    built = prepared(space, features)
-    parameters = torch.randn(6, built.size)
-    shape = (6,) if isinstance(space, Discrete) else (6, math.prod(space.shape or ()))
-    kind = torch.float32 if isinstance(space, Box) else torch.int64
-    for actions in (built.sample(parameters), built.best(parameters)):
-        assert (tuple(actions.shape), actions.dtype) == (shape, kind)
-
-
-@EVERY
 def test_best_is_the_most_probable(space: Space, features: int) -> None:
     torch.manual_seed(5)
     built = prepared(space, features)
@@ -232,11 +221,6 @@ class TestStateDependent:
             math.log(2 * math.pi * math.e) + math.log(MIN_VARIANCE), rel=1e-4
         )
         assert bool(built.log_probability(rows, torch.zeros(1, 2)).isfinite().all())
-
-
-def test_what_is_no_action_space_is_refused() -> None:
-    with pytest.raises(ValueError, match="no distribution over Dict"):
-        distribution(Dict({"a": Discrete(2)}))
 
 
 # ---- of sac and dqn

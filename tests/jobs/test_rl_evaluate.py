@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from rolecall import ProgramError, UsageError, __main__
 from rolecall.checkpoint.checkpoint import Checkpoints
-from rolecall.errors import FAILED, USAGE
+from rolecall.errors import FAILED
 from rolecall.jobs import rl
 from rolecall.jobs.rl import RlSettings, envs, evaluate, model
 from rolecall.jobs.rl.actor import Actor
@@ -293,10 +293,6 @@ def test_observations_are_normalised_by_the_checkpoints_statistics(mean: float, 
     assert evaluated(settings, state, episodes=3)["mean_return"] == paid
 
 
-def test_environments_are_wrapped() -> None:
-    assert evaluated(setup(wrappers=f"{HERE}:shorter"), episodes=3)["mean_length"] == 2
-
-
 @pytest.mark.parametrize(("deterministic", "draws"), [(False, 4), (True, 0)])
 def test_sampled_noise_is_held_as_long_as_in_training(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool, draws: int
@@ -318,11 +314,6 @@ def test_what_holds_no_policy_is_refused(state: dict[str, Any]) -> None:
 def test_a_policy_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^the checkpoint's policy does not fit this program"):
         evaluated(setup(policy="", hidden_size=8), state_of(setup(policy="", hidden_size=16)))
-
-
-def test_an_environment_that_breaks_is_named() -> None:
-    with pytest.raises(BrokenEnvError, match=r"^ENV_ID=Wheel-v0: environment 0, step 4 .*OSError: the wheel came off$"):
-        evaluated(setup("Wheel-v0"), episodes=2)
 
 
 # ---- several processes
@@ -377,7 +368,7 @@ def test_the_episodes_that_are_not_filmed_are_played_in_processes(tmp_path: Path
     [
         ("Wheel-v0", {}, BrokenEnvError, r"ENV_ID=Wheel-v0: environment \d+, step 4 .*OSError: the wheel came off$"),
         ("Stuck-v0", {"env_timeout": 0.5}, BrokenEnvError, r"ENV_ID=Stuck-v0: .* has not returned within ENV_TIMEOUT="),
-        ("Killed-v0", {}, BrokenEnvError, r"the process of episodes \d+ to \d+ was killed by SIGKILL; if memory "),
+        ("Killed-v0", {}, BrokenEnvError, r"a process that plays episodes was killed by SIGKILL; if memory "),
         ("Nowhere-v0", {}, UsageError, "ENV_ID=Nowhere-v0: cannot be made "),
         ("Counted-v0", {"policy": "failing"}, ProgramError, r".*test_rl_evaluate.py:\d+: OSError: out of paper$"),
     ],
@@ -524,26 +515,6 @@ def test_the_command_takes_the_options(saved: Path, capsys: pytest.CaptureFixtur
     assert __main__.main(["eval", "rl", "--checkpoint", str(saved), "--no-deterministic", "--json", *NAMED]) == 0
     sampled = json.loads(capsys.readouterr().out)
     assert (sampled["episodes"], sampled["mean_return"] < LENGTH) == (100, True)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("--episodes", "0"), "--episodes='0': input should be greater than or equal to 1 (int, 1 to 1000000)"),
-        (
-            ("--frames", "3"),
-            "--frames: rl's evaluate has no such option; it takes --episodes, --envs, --deterministic, "
-            "--video, --env-id, --wrappers, --policy",
-        ),
-        (("--prompt", "x"), "--prompt: rl writes no text; leave it out"),
-    ],
-)
-def test_what_it_does_not_take_is_one_line(
-    saved: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], line: str
-) -> None:
-    assert __main__.main(["eval", "rl", "--checkpoint", str(saved), *words, *NAMED]) == USAGE
-    output = capsys.readouterr()
-    assert (output.out, output.err) == ("", f"rolecall: {line}\n")
 
 
 def test_a_broken_environment_is_one_line(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ class Sac(OffPolicyLearner):
         coefficient = self.log_coefficient.detach().exp()
         # drawn here, because threads would draw in any order
         shape = (2, len(batch.actions), self.dimensions)
-        ours, theirs = torch.randn(shape, generator=self._draws).to(self.device)
+        ours, theirs = torch.randn(shape, generator=self._random).to(self.device)
         half = -(-len(ours) // 2)
         under_way = self._run(self._returns, batch, theirs, coefficient)
         policy = self._run(self._policy_gradients, batch.observations[:half], ours[:half], coefficient)

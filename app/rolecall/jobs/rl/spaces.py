@@ -162,33 +162,30 @@ class Actions:
     """Converts a policy's actions to those of `space`: adds the start of `space`, scales to its bounds and clips.
 
     A policy's actions are int64, counted from 0, or, for a Box, float32, of which [-1, 1] maps to the bounds of the
-    number. A number without two bounds is not scaled, and clipped to one bound if it has one.
+    number. A number without two bounds is not scaled, and clipped to one bound if it has one. `numbers` are the centre,
+    and of a Box the scale and bounds, each [k] float64.
     """
 
     def __init__(self, space: Space) -> None:
         self._dtype, self._shape = space.dtype, space.shape or ()
-        self._scaled = isinstance(space, Box)
-        self._start: Any = None
+        self.scaled, self.whole = isinstance(space, Box), not np.issubdtype(space.dtype, np.floating)
+        start = space.start if isinstance(space, Discrete | MultiDiscrete) else 0
+        self.numbers = {"centre": np.asarray(start).reshape(-1)}
         if isinstance(space, Box):
             low, high = (bound.reshape(-1).astype(np.float64) for bound in (space.low, space.high))
             bounded = is_bounded(space).reshape(-1)
             with np.errstate(invalid="ignore", over="ignore"):  # of unbounded numbers
-                self._half = np.where(bounded, high / 2 - low / 2, 1.0)
-                self._centre = np.where(bounded, high / 2 + low / 2, 0.0)
-            self._low, self._high = low, high
-            self._whole = not np.issubdtype(space.dtype, np.floating)
-        elif isinstance(space, Discrete | MultiDiscrete) and np.any(space.start):
-            self._start = space.start
-
-    def numbers(self) -> dict[str, Array]:
-        """The scale, centre and bounds of a Box, each [k] float64."""
-        return {"scale": self._half, "centre": self._centre, "low": self._low, "high": self._high}
+                scale = np.where(bounded, high / 2 - low / 2, 1.0)
+                centre = np.where(bounded, high / 2 + low / 2, 0.0)
+            self.numbers = {"centre": centre, "scale": scale, "low": low, "high": high}
 
     def __call__(self, actions: Array) -> Array:
         """Converts actions [n, *A] to those of the environment [n, ...], in a writable array of its dtype."""
-        if self._scaled:
-            values = self._centre + self._half * actions.reshape(len(actions), -1)
-            actions = np.clip(np.rint(values) if self._whole else values, self._low, self._high)
-        elif self._start is not None:
-            actions = actions.reshape(len(actions), *self._shape) + self._start
-        return actions.reshape(len(actions), *self._shape).astype(self._dtype)
+        numbers, values = self.numbers, actions.reshape(len(actions), -1)
+        if self.scaled:
+            values = numbers["centre"] + numbers["scale"] * values
+            values = np.clip(np.rint(values) if self.whole else values, numbers["low"], numbers["high"])
+        else:
+            values = values + numbers["centre"]
+        converted: Array = values.reshape(len(actions), *self._shape).astype(self._dtype)
+        return converted

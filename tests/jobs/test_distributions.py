@@ -94,27 +94,6 @@ def test_log_probabilities_and_entropies_are_torchs(space: Space, features: int)
 
 
 @EVERY
-@pytest.mark.parametrize("what", ["log_probability", "entropy"])
-def test_gradients_are_torchs(space: Space, features: int, what: str) -> None:
-    """With respect to the network's numbers and to the distribution's own."""
-    torch.manual_seed(2)
-    built = prepared(space, features)
-    parameters = torch.randn(5, built.size, requires_grad=True)
-    actions, theirs = built.sample(parameters).detach(), plain(built, parameters)
-    if what == "entropy":
-        mine, whole = built.entropy(parameters), sum(part.entropy() for part in theirs)
-    else:
-        mine = built.log_probability(parameters, actions)
-        whole = sum(part.log_prob(chosen) for part, chosen in zip(theirs, parts_of(built, actions), strict=True))
-    learned = [parameters, *built.parameters()]
-    pairs = zip(*(torch.autograd.grad(out.sum(), learned, allow_unused=True) for out in (mine, whole)), strict=True)
-    for one, other in pairs:
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-
-
-@EVERY
 def test_what_is_sampled_has_the_density_that_is_said(space: Space, features: int) -> None:
     """The mean of -log p over samples of p is p's entropy; any other q than p has more."""
     draws = 20_000

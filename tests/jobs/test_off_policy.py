@@ -277,7 +277,7 @@ def test_pictures(algorithm: str) -> None:
     learner = make(algorithm, observation=PICTURE)
     before = [parameter.clone() for parameter in learner.model.parameters()]
     update = learn(learner, 1, PICTURE)
-    assert learner.replay.observations.dtype == torch.uint8
+    assert learner.replay.columns["observations"].dtype == torch.uint8
     assert all(map(math.isfinite, update.values()))
     assert not any(map(torch.equal, before, learner.model.parameters()))
 

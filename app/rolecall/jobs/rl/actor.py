@@ -43,8 +43,8 @@ class Actor:
         self.device = device
 
     def load(self, policy: PolicyState) -> None:
-        """Replaces the policy."""
-        self.model.load_policy(policy)
+        """Replaces the policy by a `policy_state` of another model."""
+        self.model.load_state_dict(policy, strict=False)  # it has no baseline
 
     def initial_state(self, count: int) -> RecurrentState:
         """The state of `count` environments before their first step."""

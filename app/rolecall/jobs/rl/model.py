@@ -105,10 +105,6 @@ class ActorCritic(nn.Module):
         """The policy without the baseline, on the CPU. The tensors may be those of the model."""
         return {name: value.cpu() for name, value in self.state_dict().items() if not name.startswith(BASELINE)}
 
-    def load_policy(self, state: PolicyState) -> None:
-        """Loads a `policy_state`."""
-        self.load_state_dict(state, strict=False)  # it has no baseline
-
 
 def build(settings: RlSettings, spaces: Spaces, choices: Hyperparameters | None = None) -> ActorCritic:
     """The model for these spaces, initialised from SEED. Raises UsageError if POLICY gives none, and for spaces or

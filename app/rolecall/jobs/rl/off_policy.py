@@ -27,6 +27,7 @@ class OffPolicyLearner(Learner):
     """Has a replay buffer. A subclass makes optimizer steps."""
 
     choices: OffPolicy
+    beside: nn.Module  # the networks that learn beside the model
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class OffPolicyLearner(Learner):
         steps at once, which takes less time.
         """
         size = self.choices.batch_size
-        pair = 2 * self.replay.observations[:1].numel() * 4  # bytes of a sample as float32
+        pair = 2 * self.replay.columns["observations"][0].numel() * 4  # bytes of a sample as float32
         at_once = max(1, BLOCK_BYTES // (size * pair))
         for done in range(0, count, at_once):
             steps = min(at_once, count - done)
@@ -97,7 +98,7 @@ class OffPolicyLearner(Learner):
             yield from map(Batch._make, zip(*(column.split(size) for column in batch), strict=True))
 
     def _begin(self, spaces: Spaces) -> None:
-        """Makes the target networks and the optimizer."""
+        """Makes the networks `beside` the model and the optimizer."""
         raise NotImplementedError
 
     def _step(self, batch: Batch) -> Tensor:
@@ -126,7 +127,8 @@ class OffPolicyLearner(Learner):
     def state_dict(self) -> dict[str, Any]:
         """See `Learner.state_dict`."""
         draws, replay = self._random.get_state(), self.replay.state_dict()
-        return {**super().state_dict(), "samples": self.samples, "owed": self._owed, "draws": draws, "replay": replay}
+        counted = {"samples": self.samples, "owed": self._owed, "draws": draws, "replay": replay}
+        return {**super().state_dict(), **counted, "beside": self.beside.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Learner.load_state_dict`."""
@@ -134,6 +136,7 @@ class OffPolicyLearner(Learner):
         self.samples, self._owed = state["samples"], state["owed"]
         self._random.set_state(state["draws"])
         self.replay.load_state_dict(state["replay"])
+        self.beside.load_state_dict(state["beside"])
 
 
 def flush_denormals() -> None:

@@ -263,7 +263,7 @@ class Observer:
     def _begin_with_agent(self) -> None:
         """Resets the environments if the agent does not have the state that their recurrent policy is in."""
         agent_of = self.context.generation, self.context.me.join
-        if self._agent_of not in (None, agent_of) and self._is_recurrent:
+        if self._agent_of not in (None, agent_of) and self._actor.model.state_size:
             for group in self.groups:
                 group.reset()
         self._agent_of = agent_of
@@ -317,10 +317,6 @@ class Observer:
             ended = self.settings.algorithm != "reinforce" or any(group.episodes for group in self.groups)
             last = step >= steps and (ended or step >= envs.MAX_ROLLOUT_STEPS)
             yield last
-
-    @functools.cached_property
-    def _is_recurrent(self) -> bool:
-        return model.build(self.settings, self.spaces, self.choices).state_size > 0
 
     @functools.cached_property
     def _actor(self) -> Actor:

@@ -40,6 +40,8 @@ class Sac(OffPolicyLearner):
             self.critics = Critics(spaces, self.choices.hidden_size).to(self.device)
         self.target = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_coefficient = nn.Parameter(torch.zeros((), device=self.device))
+        self.beside = nn.ModuleDict({"critics": self.critics, "target": self.target})
+        self.beside.register_parameter("log_coefficient", self.log_coefficient)
         self.dimensions = math.prod(spaces.action_shape)
         self._policy, self._critic = learned_parameters(self.model.policy), list(self.critics.parameters())
         self.optimizer = torch.optim.Adam(
@@ -97,16 +99,3 @@ class Sac(OffPolicyLearner):
 
     def _explore(self) -> None:
         self.actions.uniform.fill_(self.samples < self.choices.learning_starts)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `OffPolicyLearner.state_dict`."""
-        beside = {"critics": self.critics.state_dict(), "target": self.target.state_dict()}
-        return {**super().state_dict(), **beside, "log_coefficient": self.log_coefficient.detach()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `OffPolicyLearner.load_state_dict`."""
-        super().load_state_dict(state)
-        self.critics.load_state_dict(state["critics"])
-        self.target.load_state_dict(state["target"])
-        with torch.no_grad():
-            self.log_coefficient.copy_(state["log_coefficient"])

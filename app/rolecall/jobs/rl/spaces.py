@@ -19,7 +19,7 @@ from rolecall.jobs.rl.messages import Array
 
 Space = gymnasium.Space[Any]
 MIN_IMAGE_PIXELS = 36  # of a side: the three convolutions of the default policy need as many
-MAX_DISCRETE_VALUES = 100_000  # of a Discrete observation, which becomes as many numbers
+MAX_VALUES = 100_000  # of a Discrete observation, which becomes as many numbers
 UNBOUNDED = 1e18  # larger bounds mean that there is none
 MAX_SPACE_LENGTH = 200  # characters of a space in an error
 
@@ -82,16 +82,18 @@ def is_bounded(space: Box) -> Array:
 
 
 def is_image(space: Space) -> bool:
-    """Whether `space` has images: uint8, two or three dimensions, both sides at least MIN_IMAGE_PIXELS. The dimension
-    of the channels is the last if it is the smallest, otherwise the first.
+    """Whether `space` has images: uint8, two or three dimensions, both sides at least MIN_IMAGE_PIXELS.
 
     A Box of floats is no image, even in [0, 1], because it could be any other array of numbers.
     """
     if not isinstance(space, Box) or space.dtype != np.uint8 or len(space.shape) not in (2, 3):
         return False
-    shape = space.shape
-    last = len(shape) == 3 and shape[2] < min(shape[:2])
-    return min(shape[:2] if last else shape[-2:]) >= MIN_IMAGE_PIXELS
+    return min(space.shape[:2] if channels_last(space.shape) else space.shape[-2:]) >= MIN_IMAGE_PIXELS
+
+
+def channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether the dimension of an image's channels is the last: if it is the smallest of three, otherwise the first."""
+    return len(shape) == 3 and shape[2] < min(shape[:2])
 
 
 def read(observation: Space, action: Space, name: str) -> Spaces:
@@ -101,18 +103,13 @@ def read(observation: Space, action: Space, name: str) -> Spaces:
     Actions: Discrete, MultiDiscrete, MultiBinary and Box.
     """
     for leaf in _leaves(observation):
-        if not isinstance(leaf, Box | Discrete | MultiDiscrete | MultiBinary):
-            problem = f"has no network for observations of {shown(leaf)}"
-        elif not gymnasium.spaces.flatdim(leaf):
-            problem = f"has observations without a number, {shown(leaf)}"
-        elif not isinstance(leaf, Box) and gymnasium.spaces.flatdim(leaf) > MAX_DISCRETE_VALUES:
-            problem = f"has observations of over {MAX_DISCRETE_VALUES:,} values, {shown(leaf)}"
-        else:
-            continue
-        whole = "" if leaf is observation else f" in {shown(observation)}"
-        raise UsageError(
-            f"{name}: rl {problem}{whole}; it takes Box, Discrete, MultiDiscrete, MultiBinary, Dict, Tuple"
-        )
+        known = isinstance(leaf, Box | Discrete | MultiDiscrete | MultiBinary)
+        if not known or not 0 < gymnasium.spaces.flatdim(leaf) <= (math.inf if isinstance(leaf, Box) else MAX_VALUES):
+            whole = "" if leaf is observation else f" in {shown(observation)}"
+            raise UsageError(
+                f"{name}: rl has no network for observations of {shown(leaf)}{whole}; it takes Box with at least one "
+                f"number, Discrete, MultiDiscrete, MultiBinary of up to {MAX_VALUES:,} values, Dict, Tuple"
+            )
     if not isinstance(action, Discrete | MultiDiscrete | MultiBinary | Box) or not math.prod(action.shape or ()):
         raise UsageError(
             f"{name}: rl has no policy for actions of {shown(action)}; it takes Discrete, MultiDiscrete, MultiBinary "

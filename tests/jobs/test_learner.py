@@ -12,15 +12,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from torch import Tensor, nn
 
 from rolecall.jobs.rl import messages
 from rolecall.jobs.rl.actor import Actor
-from rolecall.jobs.rl.defaults import OnPolicy, choose
-from rolecall.jobs.rl.distributions import Categorical
 from rolecall.jobs.rl.messages import Done, Trajectory
-from rolecall.jobs.rl.model import ActorCritic
-from rolecall.jobs.rl.networks import perceptron
 from rolecall.jobs.rl.ppo import Ppo
 from rolecall.jobs.rl.stepping import Envs
 from tests.jobs.rl_parts import (
@@ -29,12 +24,10 @@ from tests.jobs.rl_parts import (
     assert_same,
     by_agent,
     by_observer,
-    flat,
     make,
     random_trajectory,
     same,
     settings_of,
-    spaces_of,
     weights,
     with_sgd,
 )
@@ -45,13 +38,6 @@ VECTOR, TWO, CONTROLS = Box(-10, 10, (4,), np.float32), Discrete(2), Box(-1, 1, 
 @pytest.fixture(autouse=True)
 def _short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "SEQUENCE_STEPS", 4)
-
-
-def of_policy(policy: nn.Module, baseline: nn.Module | None, **given: Any) -> Ppo:
-    settings = settings_of(**given)
-    choices = choose(settings, spaces_of())
-    assert isinstance(choices, OnPolicy)
-    return Ppo(ActorCritic(policy, baseline, Categorical(2)), settings, choices, CPU)
 
 
 # ---- one update
@@ -82,40 +68,6 @@ def test_chunks_add_up_to_the_whole(
     assert not any(map(torch.equal, before, weights(chunked)))
     for one, other in zip(updates, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
-
-
-class Watched(nn.Module):
-    """A policy that keeps what it is trained with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 2)
-        self.seen: list[Tensor] = []
-
-    def forward(self, observations: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            self.seen.append(observations)
-        return self.body(observations)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("epochs", [1, 3])
-@pytest.mark.parametrize("minibatches", [1, 4, 7, 50])
-def test_each_sample_is_in_one_minibatch_of_each_pass(minibatches: int, epochs: int) -> None:
-    policy = Watched()
-    learner = of_policy(policy, perceptron(4, 1, 1), minibatches=minibatches, epochs=epochs)
-    trajectories = [random_trajectory(1), random_trajectory(2, steps=9)]
-    assert learner.update(trajectories)["rl_update_passes"] == epochs
-    assert len(policy.seen) == minibatches * epochs
-    assert {int(state["step"]) for state in learner.optimizer.state.values()} == {minibatches * epochs}
-    rows = flat(trajectories, "observations")
-    assert max(map(len, policy.seen)) - min(map(len, policy.seen)) <= 1
-    orders = []
-    for number in range(epochs):
-        trained = torch.cat(policy.seen[number * minibatches : (number + 1) * minibatches]).numpy()
-        assert sorted(map(tuple, trained)) == sorted(map(tuple, rows))
-        orders.append(trained)
-    orders.append(rows)
-    assert not any(np.array_equal(one, other) for one, other in itertools.combinations(orders, 2))  # shuffled
 
 
 @pytest.mark.parametrize("minibatches", [1, 4])

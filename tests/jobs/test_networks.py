@@ -18,8 +18,6 @@ from rolecall.jobs.rl.networks import (
     Normalizer,
     Output,
     Recurrent,
-    encoder,
-    initialised,
     perceptron,
 )
 from rolecall.jobs.rl.spaces import Part
@@ -106,32 +104,7 @@ def test_mixed_parts_are_encoded_apart() -> None:
     assert torch.equal(out[:, 16:], network.rest(torch.cat((mode, place), 1)))
 
 
-@pytest.mark.parametrize(
-    ("observation", "kind", "features"),
-    [
-        (Box(-1, 1, (3, 2), np.float32), nn.Sequential, 16),
-        (Box(-1, 1, (), np.float32), nn.Sequential, 16),
-        (Discrete(5), nn.Sequential, 16),
-        (Box(0, 255, (5, 6, 3), np.uint8), nn.Sequential, 16),
-        (Box(0, 255, (36, 36), np.uint8), Convolutions, 16),
-        (MIXED, Mixed, 16 + 16 + 64),
-    ],
-    ids=["matrix", "number", "choice", "small picture", "picture", "mixed"],
-)
-def test_each_kind_of_observation_has_its_encoder(observation: Box, kind: type, features: int) -> None:
-    spaces = spaces_of(observation)
-    network, size = encoder(spaces, 16)
-    assert isinstance(network, kind)
-    assert network(torch.zeros(3, *spaces.observation.shape)).shape == (3, size) == (3, features)
-
-
 # ---- vectors
-
-
-def test_weights_are_orthogonal() -> None:
-    weight = initialised(nn.Linear(10, 4), 3.0).get_parameter("weight")
-    torch.testing.assert_close(weight @ weight.T, 9 * torch.eye(4), atol=1e-4, rtol=1e-4)
-    assert not initialised(nn.Conv2d(1, 2, 3), 1.0).get_parameter("bias").any()
 
 
 def test_at_the_start_every_action_is_about_as_probable() -> None:
@@ -200,11 +173,6 @@ def test_bounds_that_are_far_away_leave_nothing_behind(high: float, dtype: Any) 
     seen = torch.cat(batches)
     torch.testing.assert_close(normalizer.mean, seen.mean(0), rtol=1e-4, atol=0.0)
     torch.testing.assert_close(normalizer.variance, seen.var(0, unbiased=False), rtol=1e-3, atol=0.0)
-
-
-def test_integers_without_a_bound_have_none() -> None:
-    normalizer = Normalizer(Box(-np.inf, np.inf, (2,), np.int32))
-    assert normalizer(torch.tensor([3.0, -4.0])).tolist() == pytest.approx([3.0, -4.0])
 
 
 def test_images_are_not_normalised_and_what_is_beside_them_is() -> None:

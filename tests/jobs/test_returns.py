@@ -6,7 +6,6 @@ from typing import Any
 
 import hypothesis.extra.numpy as hnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,25 +92,3 @@ def test_returns_equal_the_reference(rollout: tuple[Trajectory, Array], gamma: f
     assert returns.dtype == np.float32
     kept = trajectory.experience
     np.testing.assert_allclose(returns[kept], expected[kept], rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("end", "decay", "expected"),
-    [
-        (Done.TERMINATED, 1.0, [1 + 0.5 * 2, 2]),
-        (Done.TRUNCATED, 1.0, [1 + 0.5 * (2 + 0.5 * 8), 2 + 0.5 * 8]),
-        (Done.TERMINATED, 0.25, [1 + 0.5 * (0.25 * 2 + 0.75 * 100), 2]),
-        (Done.TRUNCATED, 0.25, [1 + 0.5 * (0.25 * (2 + 0.5 * 8) + 0.75 * 100), 2 + 0.5 * 8]),
-    ],
-    ids=["terminated", "truncated", "terminated, a quarter", "truncated, a quarter"],
-)
-def test_by_hand(end: int, decay: float, expected: list[float]) -> None:
-    """Two steps to an end, the step that resets, two steps that go on beyond the rollout."""
-    rewards = np.array([[1], [2], [0], [4], [16]], np.float32)
-    dones = np.array([[Done.CONTINUES], [end], [Done.CONTINUES], [Done.CONTINUES], [Done.CONTINUES]], np.uint8)
-    values = np.array([[100], [100], [8], [100], [100], [32]], np.float32)
-    trajectory = trajectory_of(rewards, dones, np.array([Done.CONTINUES], np.uint8))
-    returns = lambda_returns(trajectory, values, 0.5, decay)[:, 0]
-    assert returns[:2].tolist() == expected
-    last = 16 + 0.5 * 32
-    assert returns[3:].tolist() == [4 + 0.5 * (decay * last + (1 - decay) * 100), last]

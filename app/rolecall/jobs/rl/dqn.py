@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.jobs.rl.distributions import EpsilonGreedy
+from rolecall.jobs.rl.learner import set_gradients
 from rolecall.jobs.rl.model import learned_parameters
-from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, follow, set_gradients
+from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, follow
 from rolecall.jobs.rl.replay import Batch
 from rolecall.jobs.rl.spaces import Spaces
 

@@ -28,8 +28,6 @@ from rolecall.jobs.rl.spaces import Spaces, is_image, read
 
 # of a rollout that waits for the end of an episode: most episodes are far shorter, but some have no end
 MAX_ROLLOUT_STEPS = 20_000
-SCREEN_PIXELS = (84, 84)  # Mnih et al. 2015
-STACKED_FRAMES = 4
 Env = gymnasium.Env[Any, Any]
 VectorEnv = gymnasium.vector.VectorEnv[Any, Any, Any]
 
@@ -68,7 +66,8 @@ class Singles(gymnasium.vector.SyncVectorEnv):
 
     def __init__(self, envs: Sequence[Env], space: Box) -> None:
         self.at = 0
-        super().__init__([functools.partial(_Numbered, self, number, env, space) for number, env in enumerate(envs)])
+        numbered = [functools.partial(_Numbered, self, number, env, space) for number, env in enumerate(envs)]
+        super().__init__(numbered, copy=False)
         self.spec = envs[0].spec
 
 
@@ -180,7 +179,7 @@ def _stacked(env: Env) -> Env:
     wrappers = gymnasium.wrappers
     try:
         # resized first, because a large picture takes longer to convert to grey
-        small = wrappers.ResizeObservation(env, SCREEN_PIXELS)
+        small = wrappers.ResizeObservation(env, (atari.SCREEN_PIXELS, atari.SCREEN_PIXELS))
     except gymnasium.error.DependencyNotInstalled:
         raise ImportError("images need OpenCV: pip install opencv-python-headless") from None
-    return wrappers.FrameStackObservation(wrappers.GrayscaleObservation(small), STACKED_FRAMES)
+    return wrappers.FrameStackObservation(wrappers.GrayscaleObservation(small), atari.STACKED_FRAMES)

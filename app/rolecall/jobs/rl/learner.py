@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rolecall import Context, Sharded
 from rolecall.jobs.rl import RlSettings
@@ -88,3 +89,9 @@ class Learner:
         self._set_rate(self.choices.lr)
         self.version = state["version"]
         self.optimizer_steps = state.get("optimizer_steps", 0)  # an earlier version's checkpoint lacks it
+
+
+def set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    """Sets the gradients that the optimizer uses."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

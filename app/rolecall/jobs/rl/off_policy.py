@@ -5,7 +5,7 @@ Shapes: m are the samples of an optimizer step, u optimizer steps, ... an observ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -154,9 +154,3 @@ def first(out: Any) -> Tensor:
 def follow(target: nn.Module, network: nn.Module, rate: float) -> None:
     """Moves the target network towards its network, by the share `rate` of the distance."""
     torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), rate)
-
-
-def set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
-    """Sets the gradients that the optimizer uses."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient

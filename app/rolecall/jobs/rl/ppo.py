@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.defaults import OnPolicy, discount
 from rolecall.jobs.rl.distributions import StateDependent
-from rolecall.jobs.rl.learner import Learner
+from rolecall.jobs.rl.learner import Learner, set_gradients
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
 from rolecall.jobs.rl.model import ActorCritic, learned_parameters
 from rolecall.jobs.rl.samples import Samples, join, samples_of
@@ -203,8 +203,7 @@ class Ppo(Learner):
         size, count = self._chunk(part.observations, len(part)), float(part.used.sum())
         if size >= len(part):
             gradients, parts = self._loss(part, count)
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
+            set_gradients(self._parameters, gradients)
             return parts
         pieces = [part[start : start + size] for start in range(0, len(part), size)]
         losses = list(self._map(lambda piece: self._loss(piece, count), pieces))

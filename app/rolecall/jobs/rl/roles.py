@@ -60,12 +60,10 @@ class Agent:
         self.learner = make_learner(self.settings, spaces, choices, context.device, context.threads)
         self.score = Score(self.env.threshold, self.settings.solved_by, self.env.longest)
         # values that determine the shape of the model; a user's policy has no features for gSDE
-        chosen = {
-            "hidden_size": choices.hidden_size,
-            "normalize": choices.normalize,
-            "exploration": None if self.settings.policy else getattr(choices, "exploration", None),
-            "replay_size": getattr(choices, "replay_size", None),
-        }
+        names = ("hidden_size", "normalize", "exploration", "replay_size")
+        chosen = {name: getattr(choices, name, None) for name in names}
+        if self.settings.policy:
+            chosen["exploration"] = None
         state = {"learner": self.learner, "score": self.score, "samples": 0, **self.learner.shares(context)}
         self.state = context.restore(state, chosen)
         self.actor = Actor(model.build(self.settings, spaces, choices), context.device)

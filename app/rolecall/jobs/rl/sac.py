@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.jobs.rl.distributions import Squashed
+from rolecall.jobs.rl.learner import set_gradients
 from rolecall.jobs.rl.model import learned_parameters
 from rolecall.jobs.rl.networks import Critics
-from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, flush_denormals, follow, set_gradients
+from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, flush_denormals, follow
 from rolecall.jobs.rl.replay import Batch
 from rolecall.jobs.rl.spaces import Spaces
 

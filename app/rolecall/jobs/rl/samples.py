@@ -38,19 +38,14 @@ class Samples:
         return len(self.actions)
 
     def __getitem__(self, units: Tensor | slice) -> Samples:
-        return Samples(*(column[units] for column in self.columns))
-
-    @property
-    def columns(self) -> tuple[Tensor, ...]:
-        """All columns in order."""
-        return tuple(vars(self).values())
+        return Samples(*(column[units] for column in vars(self).values()))
 
 
 def join(parts: Sequence[Samples]) -> Samples:
     """The concatenation of `parts`."""
     if len(parts) == 1:
         return parts[0]
-    return Samples(*(torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)))
+    return Samples(*(torch.cat(column) for column in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 def lambda_returns(trajectory: Trajectory, values: Array, gamma: float, decay: float) -> Array:

@@ -133,9 +133,8 @@ class Envs:
         self._envs.close()
 
     def _show(self, observations: Any) -> None:
-        seen = checked(observations, self._shape, self._dtype, "observations")
-        if not isinstance(self._envs, Singles):  # others may return a buffer that they use again
-            seen = np.array(seen, self._dtype)
+        # a copy, because a vector may return a buffer that it uses again
+        seen = np.array(checked(observations, self._shape, self._dtype, "observations"), self._dtype)
         if self._dtype.kind == "f" and not (finite := np.isfinite(seen)).all():
             number = int(finite.reshape(len(seen), -1).all(1).argmin())
             raise BrokenEnvError(self._line("returned an observation that is not finite", number))

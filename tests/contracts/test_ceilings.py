@@ -19,7 +19,7 @@ ROOMS = {
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3160,
     "rolecall/jobs/ps": 2730,
-    "rolecall/jobs/rl": 4240,
+    "rolecall/jobs/rl": 4230,
     "rolecall/jobs/rnn": 1100,
     "rolecall/jobs/script": 190,
     "rolecall/launch": 2440,

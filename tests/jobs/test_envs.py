@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete, Text
+from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AutoresetMode
 
 from rolecall.errors import UsageError
@@ -110,13 +110,6 @@ class SilentVector(SameStepVector):
     metadata: ClassVar[dict[str, Any]] = {}
 
 
-class OtherSpaces(gymnasium.Env[Any, Any]):
-    """One with the spaces that it is given."""
-
-    def __init__(self, observation: Any, action: Any) -> None:
-        self.observation_space, self.action_space = observation, action
-
-
 class Growing(gymnasium.Env[Any, Any]):
     """Each one is larger than the one before."""
 
@@ -149,11 +142,6 @@ def registered() -> Iterator[None]:
     gymnasium.register("Unmade-v0", Broken)
     gymnasium.register("Pictures-v0", Pictures)
     gymnasium.register("Growing-v0", Growing)
-    for name, observation, action in [
-        ("Words-v0", Text(5), Discrete(2)),
-        ("Orders-v0", OBSERVATIONS, Dict(word=Discrete(2))),
-    ]:
-        gymnasium.register(name, OtherSpaces, kwargs={"observation": observation, "action": action})
     own = set(gymnasium.registry) - before
     yield
     for name in own:
@@ -327,12 +315,6 @@ def test_an_environment_that_cannot_be_made_is_refused(
         envs.make(setup(env_id), 2)
     assert f"ENV_ID={env_id}:" in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(("env_id", "space"), [("Words-v0", "Text"), ("Orders-v0", "Dict")])
-def test_other_spaces_are_refused(env_id: str, space: str) -> None:
-    with pytest.raises(UsageError, match=rf"^ENV_ID={env_id}: rl has no .* {space}"):
-        envs.make(setup(env_id), 2)
 
 
 def test_environments_of_different_spaces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

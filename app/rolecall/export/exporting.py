@@ -23,14 +23,11 @@ from rolecall.export.formats import FORMATS, Format
 from rolecall.export.saved import Saved
 
 
+@saved.guarded
 def run(words: Sequence[str]) -> int:
     """Exports what `words` name. Returns the exit code: FAILED if the file's outputs are not the checkpoint's.
     Raises UsageError, and SystemExit as argparse does.
     """
-    return saved.guarded(lambda: _run(words))
-
-
-def _run(words: Sequence[str]) -> int:
     first, _ = parser(full=False).parse_known_args(words)
     job = registry.get(first.job) if first.job is not None else None
     arguments = parser(job, first.job or "").parse_args(words)

@@ -247,7 +247,7 @@ class Observer:
         else:
             self.metrics.weights_bytes.labels(WEIGHTS).inc(sum(tensor.nbytes for tensor in policy.values()))
             self._actor.load(policy)
-            trajectories = self._step_with_actor(version, steps)
+            trajectories = [self._step_with_actor(version, steps)]
         episodes = self._take_episodes()
         self.context.report_step(version + 1)
         return Rollout(episodes, trajectories)
@@ -279,28 +279,26 @@ class Observer:
 
     def _request(self, number: int, last: bool) -> Future[Array]:
         """Calls the agent for the actions of group `number`."""
-        envs, name = self.groups[number], Group(self.context.me.name, self.context.me.join, number)
-        seen = name, envs.observations, envs.rewards, envs.dones
+        group, name = self.groups[number], Group(self.context.me.name, self.context.me.join, number)
+        seen = name, group.observations, group.rewards, group.dones
         return self.context.call(self.context.rank0, Agent.act, *seen, last)
 
-    def _step_with_actor(self, version: int, steps: int) -> list[Trajectory]:
-        """A rollout with actions that this rank computes. Returns the trajectories of the groups."""
-        for state in self._states:
-            self._actor.refresh(state)
-        builders = [TrajectoryBuilder(version, state) for state in self._states]
-        for group, builder in zip(self.groups, builders, strict=True):
-            builder.see(group.observations, group.rewards, group.dones)
+    def _step_with_actor(self, version: int, steps: int) -> Trajectory:
+        """A rollout with actions that this rank computes, of its one group."""
+        (group,) = self.groups
+        self._actor.refresh(self._state)
+        builder = TrajectoryBuilder(version, self._state)
+        builder.see(group.observations, group.rewards, group.dones)
         for _ in self._steps(steps):
-            for group, builder in zip(self.groups, builders, strict=True):
-                with self.context.timer() as timer:
-                    choice = self._actor.act(group.observations, group.dones, [builder.state])
-                self.metrics.rl_inference_seconds.observe(timer.seconds)
-                self.metrics.rl_inference_batch_observations.observe(len(group.dones))
-                builder.choose(*choice)
-                group.step(choice.actions)
-                builder.see(group.observations, group.rewards, group.dones)
-                self.metrics.rl_env_steps.inc(len(group.dones))
-        return [builder.trajectory() for builder in builders]
+            with self.context.timer() as timer:
+                choice = self._actor.act(group.observations, group.dones, [self._state])
+            self.metrics.rl_inference_seconds.observe(timer.seconds)
+            self.metrics.rl_inference_batch_observations.observe(len(group.dones))
+            builder.choose(*choice)
+            group.step(choice.actions)
+            builder.see(group.observations, group.rewards, group.dones)
+            self.metrics.rl_env_steps.inc(len(group.dones))
+        return builder.trajectory()
 
     def _steps(self, steps: int) -> Iterator[bool]:
         """Yields before each step of a rollout whether it is the last one.
@@ -321,5 +319,5 @@ class Observer:
         return Actor(model.build(self.settings, self.spaces, self.choices), self.context.device)
 
     @functools.cached_property
-    def _states(self) -> list[RecurrentState]:
-        return [self._actor.initial_state(len(group.dones)) for group in self.groups]
+    def _state(self) -> RecurrentState:
+        return self._actor.initial_state(len(self.groups[0].dones))

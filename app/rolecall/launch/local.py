@@ -20,7 +20,7 @@ from rolecall.declare.describe import Description
 from rolecall.errors import UNSAVED, USAGE, UsageError
 from rolecall.gang.protocol import name_of
 from rolecall.launch.control import Control
-from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, Machines, remove_leftovers, temporary_folder
+from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, remove_leftovers, temporary_folder
 from rolecall.launch.hosts import Hosts
 from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
@@ -77,7 +77,7 @@ class LocalRun:
     ) -> None:
         self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
         self._hosts = hosts
-        self._machines: Machines = hosts or Here(zygote)
+        self._machines = hosts or Here(zygote)
         self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
         self._errors: set[str] = set()
         self._seen = set[tuple[str, str]]()  # tracebacks that were shown

@@ -23,7 +23,8 @@ from rolecall.errors import UsageError
 from rolecall.launch import gpu
 from rolecall.messages.hosts import Killed
 from rolecall.rank import descendants
-from rolecall.rank.zygote import Forked, Zygote, ZygoteError
+from rolecall.rank.fork_server import ForkError
+from rolecall.rank.zygote import Forked, Zygote
 
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
 LOCK = "lock"  # in a run's temporary folder
@@ -214,7 +215,7 @@ class Here:
             try:
                 forked = await asyncio.to_thread(self.zygote.fork, arguments(), environment, output, output)
                 return LocalProcess(forked, Path(environment.get("TMPDIR", "/tmp")))
-            except ZygoteError as error:
+            except ForkError as error:
                 if stopped.is_set():
                     return None
                 self._alone.add(rank)

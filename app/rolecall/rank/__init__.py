@@ -10,7 +10,6 @@ endpoints.py       What a rank serves on METRICS_PORT: /metrics, /healthz (liven
 fork_server.py     The process that workers are forked from: it imports torch once, and never uses CUDA or RPC
 guard.py           A container's first process restarts its rank after a crash
 heartbeats.py      A member's heartbeats: posts them to rank 0, hands the answers to the member, and logs
-link.py            A member's connection to the coordinator: posts beats, returns answers
 port.py            Connections at METRICS_PORT, which anybody may open: how many there are at a time
 queries.py         Queries of rank 0 to the supervisors of all ranks, and their replies: statistics, stacks
 run_files.py       CHECKPOINT_DIR as the coordinator uses it: its lock, the generation's number, DONE, FAILED

@@ -4,7 +4,7 @@ The answer to a member's heartbeat carries the queries, and the member posts eac
 member can be queried, even if its worker hangs.
 
 The way of a query: `Queries.ask` → `Query` in the `Answer` to a heartbeat → `Replies.take` → `Supervisor._reply` →
-`Link.reply` → HTTP → `Queries.receive`.
+`CoordinatorClient.reply` → HTTP → `Queries.receive`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from rolecall.gang.protocol import Key, Query
 from rolecall.messages.codec import MessageError, decode_line, encode_line
 from rolecall.messages.queries import Question, Reply, read
 from rolecall.rank import tasks
+from rolecall.tunnel.rank0 import REPLY_ARRIVAL_SECONDS
 
-PATH = "/v1/reply"
 MAX_REPLY_BYTES = 32 * 2**20
 RESEND_SECONDS = 1.0  # until a query is sent again: the answer that carried it may be lost
 MAX_REMEMBERED_QUERIES = 1000  # a member replies to each once
-REPLY_ARRIVAL_SECONDS = 60.0  # from the beginning of a reply to its end
 WALL_NS = time.time_ns() - time.monotonic_ns()  # Unix time minus monotonic time, the same for all of rank 0's replies
 Post = Callable[[str, Any], Awaitable[None]]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric as Samples
+from structlog.typing import EventDict
 
 from rolecall.config import Settings
 from rolecall.rank import endpoints, port
@@ -88,7 +90,7 @@ def test_a_request_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPa
     play(case)
 
 
-def test_readers_of_metrics_share_one_body(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_of_metrics_share_one_body_and_are_served_at_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "MAX_CPU_SHARE", 1e-9)  # a second between two
 
     async def case() -> None:
@@ -104,5 +106,30 @@ def test_readers_of_metrics_share_one_body(monkeypatch: pytest.MonkeyPatch) -> N
 
                 await asyncio.gather(*(read() for _ in range(requests)))
             assert collector.times - begun <= 1 + (loop.time() - at)
+            assert loop.time() - at >= (requests - 1) * port.REQUEST_INTERVAL_SECONDS
 
     play(case)
+
+
+def test_a_full_table_of_files_is_one_line(monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]) -> None:
+    monkeypatch.setattr(port, "PROBLEM_SECONDS", 0.01)
+
+    async def case() -> None:
+        async with served(Collector()) as number:
+            loop = asyncio.get_running_loop()
+            accept, failed = loop.sock_accept, []
+
+            async def fails(listener: socket.socket) -> tuple[socket.socket, object]:
+                taken = await accept(listener)
+                if len(failed) < 3:
+                    failed.append(taken[0].close())
+                    raise OSError(103, "Software caused connection abort")
+                return taken
+
+            monkeypatch.setattr(loop, "sock_accept", fails)
+            await opened(number, 4, b"")
+            assert "answer" in await scraped(number)
+            assert len(failed) == 3
+
+    play(case)
+    assert [event["problem"] for event in logged] == ["Software caused connection abort"]

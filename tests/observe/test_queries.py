@@ -21,8 +21,7 @@ from rolecall.gang.protocol import Beat, Query
 from rolecall.messages.queries import Leave, Question, ReadStacks, ReadStats, StartTrace
 from rolecall.observe import ask, targets
 from rolecall.rank import endpoints, queries
-from rolecall.rank.queries import Queries, Replies
-from rolecall.rank.signed_queries import SignedQueries
+from rolecall.rank.queries import Queries, Replies, SignedQueries
 from rolecall.tunnel.rank0 import REPLY_PATH
 from rolecall.tunnel.signatures import DeniedError, SignatureChecker, sign
 from tests.ports import free_ports

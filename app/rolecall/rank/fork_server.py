@@ -60,12 +60,6 @@ class ForkError(Exception):
         self.killed = killed
 
 
-def prepare_imports() -> None:
-    """Sets the variables that torch reads when it is imported."""
-    # torch warns of every peer that ends; and `set_num_threads` affects the calling thread, not RPC's threads
-    config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
-
-
 def prepare(preload: Sequence[str], imported: bool = False) -> None:
     """Starts the fork server of a rank's workers, as `begin` does."""
     begin([ADOPTING, MAIN, *preload], imported)
@@ -79,7 +73,8 @@ def begin(
     module of the working directory replaces one of a library. Raises UsageError if TMPDIR cannot hold its socket.
     """
     global _preload, _isolated, _retired
-    prepare_imports()
+    # torch warns of every peer that ends; and `set_num_threads` affects the calling thread, not RPC's threads
+    config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
     _preload, _isolated, _retired = [*preload], isolated, False
     try:
         with _shielded():

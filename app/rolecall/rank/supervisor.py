@@ -30,8 +30,7 @@ from rolecall.rank import collecting, endpoints, fork_server, guard, stack_query
 from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
-from rolecall.rank.queries import Replies
-from rolecall.rank.signed_queries import SignedQueries
+from rolecall.rank.queries import Replies, SignedQueries
 from rolecall.rank.site import Site
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.tunnel import keys, places

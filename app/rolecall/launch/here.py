@@ -32,12 +32,6 @@ LEFT = ("fork-server-{}-*", "rolecall-{}-*")  # there, by the process of a rank:
 LAST_OUTPUT_SECONDS = 2.0  # seconds for the rest of an ended rank's output
 
 
-def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
-    """TCP ports of 127.0.0.1 on which nothing listens. Raises UsageError if there are too few."""
-    with contextlib.ExitStack() as held:
-        return [held.enter_context(holder).getsockname()[1] for holder in reserve(count, among)]
-
-
 def reserve(count: int, among: Sequence[int]) -> list[socket.socket]:
     """Sockets that are bound to free ports of 127.0.0.1. Until they are closed, no other run is given these ports, and
     a rank, or ssh for one, can listen there. Raises UsageError if there are too few.

@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+import aiohttp
 
 from rolecall import config, telemetry
 from rolecall.config import Settings
@@ -37,19 +38,6 @@ ANSWER_SECONDS = 5.0  # for a supervisor to answer
 INFORMED_SECONDS = 1.0  # for the ranks that rank 0 has told of the end to exit
 EXIT_SECONDS = 10.0  # for the other ranks to exit after the first
 CRASH_REPORT_SECONDS = 1.0  # for rank 0 to reply to the report of a crash
-
-
-async def _answers(port: int) -> bool:
-    """Whether the rank's supervisor answers at its METRICS_PORT."""
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(ANSWER_SECONDS):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
-                return bool(await reader.read(1))
-            finally:
-                writer.close()
-    return False
 
 
 async def _wait(
@@ -261,12 +249,14 @@ class LocalRun:
 
     async def _frozen(self, rank0: asyncio.Task[int]) -> None:
         """Returns once rank 0 has answered nothing for longer than the others would wait for it, or has ended."""
-        patience = self.settings.lease_seconds + EXIT_SECONDS
+        patience, url = self.settings.lease_seconds + EXIT_SECONDS, self.addresses[0].url
         silent_since = time.monotonic()
-        while not rank0.done() and time.monotonic() < silent_since + patience:
-            if await _answers(urlsplit(self.addresses[0].url).port or 0):
-                silent_since = time.monotonic()
-            await asyncio.sleep(1.0)  # a period
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS)) as session:
+            while not rank0.done() and time.monotonic() < silent_since + patience:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.get(url.removesuffix("metrics") + "healthz"):  # whether it is well or not
+                        silent_since = time.monotonic()
+                await asyncio.sleep(1.0)  # a period
 
     # ---- the control socket
 

@@ -28,7 +28,7 @@ from rolecall.secret import read_token, require_length
 
 __version__ = "1.0.0rc1"
 
-DESCRIPTION = "ROLECALL_DESCRIPTION"
+DESCRIPTION = "ROLECALL_DESCRIPTION"  # of a user's job, which `rolecall run` passes to its ranks
 SOURCES = "ROLECALL_SOURCES"  # a file: see declare/sources.py
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
@@ -307,12 +307,7 @@ def port_advice(variable: str) -> str:
 
 def outside_step() -> str:
     """The number of the Slurm job of this process, if srun has not started it; empty otherwise."""
-    return placement.outside_step(os.environ)
-
-
-def names_debugger() -> bool:
-    """Whether the environment says what `breakpoint()` calls."""
-    return bool(os.environ.get("PYTHONBREAKPOINT"))
+    return "" if "SLURM_STEP_ID" in os.environ else os.environ.get("SLURM_JOB_ID", "")
 
 
 def misspelt(settings: Iterable[str], environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
@@ -331,11 +326,6 @@ def misspelt(settings: Iterable[str], environ: Mapping[str, str] | None = None) 
 def job_name() -> str:
     """JOB, which decides which settings exist."""
     return os.environ.get("JOB", "")
-
-
-def passed_description() -> str:
-    """The description of a user's job that `rolecall run` passes to its ranks; empty in other processes."""
-    return os.environ.get(DESCRIPTION, "")
 
 
 def visible_gpus() -> str | None:

@@ -24,11 +24,12 @@ from rolecall.errors import UNSAVED, UsageError
 from rolecall.gang.protocol import Answer, Beat, Directive, Effect, Heartbeat
 from rolecall.jobs.rl import RlSettings
 from rolecall.messages.codec import decode, encode
-from rolecall.rank import coordinator, run_files
+from rolecall.rank import run_files
 from rolecall.rank.coordinator import Coordinator
 from rolecall.record import rundir
 from rolecall.record.history import Record
 from rolecall.record.rundir import COORDINATOR_LOCK, DONE, GENERATION, WRITER_LOCK, Persisted, set_aside
+from rolecall.tunnel.rank0 import HEARTBEAT_PATH
 from tests.loops import in_a_loop
 from tests.ports import free_ports
 
@@ -176,7 +177,7 @@ async def train(lead: Coordinator) -> int:
                 digest = lead.job.agreement(lead.settings).digest
                 heartbeat = Heartbeat(role, 0, incarnation, sequence, epoch=epoch, job=lead.job.identity, digest=digest)
                 beat = encode(Beat(incarnation, sequence, heartbeat=heartbeat))
-                async with session.post(coordinator.PATH, data=beat) as response:
+                async with session.post(HEARTBEAT_PATH, data=beat) as response:
                     answer = decode(Answer, await response.read())
                     assert answer.directive is not None
                     directives[role] = answer.directive

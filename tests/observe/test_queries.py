@@ -21,8 +21,8 @@ from rolecall.gang.protocol import Beat, Query
 from rolecall.messages.queries import Leave, Question, ReadStacks, ReadStats, StartTrace
 from rolecall.observe import ask, targets
 from rolecall.rank import endpoints, queries
-from rolecall.rank.queries import Queries, Replies
-from rolecall.rank.signed_queries import SignedQueries
+from rolecall.rank.queries import Queries, Replies, SignedQueries
+from rolecall.tunnel.rank0 import REPLY_PATH
 from rolecall.tunnel.signatures import DeniedError, SignatureChecker, sign
 from tests.ports import free_ports
 from tests.rank.test_coordinator import FIRST, first_beat, serving, waits
@@ -53,7 +53,7 @@ def test_a_waiting_heartbeat_brings_the_query_and_the_reply_arrives(tmp_path: Pa
             answer = await waiting
             (query,) = answer.queries
             assert (query.what, query.arguments, query.timeout) == ("trace", {"seconds": 2.0}, 20)
-            url = f"http://127.0.0.1:{lead.settings.port}{queries.PATH}"
+            url = f"http://127.0.0.1:{lead.settings.port}{REPLY_PATH}"
             async with aiohttp.ClientSession() as session:
                 for _ in range(2):  # the second is one too many, and does no harm
                     async with session.post(url, json={"number": query.number, "result": {"clock_ns": 7}}) as response:

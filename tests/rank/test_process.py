@@ -356,7 +356,7 @@ def test_a_fork_server_that_was_killed_is_no_fault_of_its_worker(
     monkeypatch.setattr(fork_server, "MAIN", "greedy")
 
     async def play() -> WorkerStatus:
-        await fork_server.kill_server()
+        fork_server.end()
         fork_server.prepare(())
         worker = WorkerProcess(TASK, lambda: None)
         await asyncio.wait_for(worker.start(60), 60)

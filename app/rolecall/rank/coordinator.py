@@ -27,14 +27,19 @@ from rolecall.gang.protocol import OVER, Answer, Beat, Effect, Event, Key, Rejec
 from rolecall.messages.codec import decode, encode
 from rolecall.observe.doctor import diagnosis
 from rolecall.rank import endpoints, queries, tasks
+from rolecall.rank.port import Handler
 from rolecall.rank.run_files import LOG_REPEAT_SECONDS, RunFiles
 from rolecall.record.history import Record
 from rolecall.tunnel import keys
+from rolecall.tunnel.rank0 import (
+    CONTENT_TYPE,
+    DOCTOR_PATH,
+    HEARTBEAT_PATH,
+    KEEPALIVE_SECONDS,
+    REPLY_PATH,
+)
 
-PATH = "/v1/heartbeat"
-CONTENT_TYPE = "application/msgpack"
 MAX_BODY_BYTES = 64 * 1024
-KEEPALIVE_SECONDS = 15.0  # a member closes an unused connection after it
 TICK_SECONDS = 0.1
 TICK_REST_FACTOR = 4.0  # times as long as a tick took, until what is reported meanwhile makes the next one
 MAX_REFUSALS_REMEMBERED = 100  # so that a repeated one is not logged at once
@@ -119,8 +124,9 @@ class Coordinator:
             budget=last.budget,
         )
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.add_routes([web.post(PATH, self._receive), web.post(queries.PATH, self._receive_reply)])
-        diagnosis.serve(app, self.job, self.settings, self._badge, self._state)
+        app.middlewares.append(self._require_badge)
+        app.add_routes([web.post(HEARTBEAT_PATH, self._receive), web.post(REPLY_PATH, self.queries.receive)])
+        app.add_routes([web.get(DOCTOR_PATH, diagnosis.answer(self.job, self.settings, self._state))])
         # `cleanup` waits for handlers: one whose member has closed the connection must end
         self._runner = web.AppRunner(
             app, access_log=None, keepalive_timeout=2 * KEEPALIVE_SECONDS, handler_cancellation=True
@@ -292,19 +298,15 @@ class Coordinator:
         else:
             self.log.info(f"gang {event.kind}", **event.summary, **event.details())
 
-    def _unauthenticated(self, http_request: web.Request) -> web.Response | None:
+    @web.middleware
+    async def _require_badge(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """With TLS=off, refuses a request without the badge."""
-        badge = http_request.headers.get("Authorization", "").removeprefix("Bearer ")
+        badge = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self._badge and not hmac.compare_digest(badge.encode(), self._badge.encode()):
-            return self._refuse(401, "token", f"{http_request.remote}: JOB_TOKEN does not match")
-        return None
-
-    async def _receive_reply(self, http_request: web.Request) -> web.Response:
-        return self._unauthenticated(http_request) or await self.queries.receive(http_request)
+            return self._refuse(401, "token", f"{request.remote}: JOB_TOKEN does not match")
+        return await handler(request)
 
     async def _receive(self, http_request: web.Request) -> web.Response:
-        if refusal := self._unauthenticated(http_request):
-            return refusal
         try:
             async with asyncio.timeout(self.settings.lease_seconds):
                 body = await http_request.read()

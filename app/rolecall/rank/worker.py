@@ -65,7 +65,7 @@ def main(task: Task, connection: Connection) -> None:
     )
     pipe = WorkerEnd(connection, task, None if task.check else watchdog)
     threading.Thread(target=pipe.report_forever, daemon=True).start()
-    if not config.names_debugger():
+    if not config.exported("PYTHONBREAKPOINT"):
         sys.breakpointhook = pipe.refuse_breakpoint
     try:
         job = registry.get(task.job)

@@ -8,9 +8,10 @@ handle.py      Starts the tunnel's process, sends it the rank's member name, and
 keys.py        Certificates for TLS between ranks: made from JOB_TOKEN, or a user's own
 local.py       Serves the tunnel's own rank, over a Unix socket that only the rank's user can open
 loop.py        The tunnel's event loop, on epoll
-peek.py        Reads the certificate that is presented at a port, whoever signed it
+peek.py        Reads the fingerprint in the certificate that is presented at a port, whoever signed it
 places.py      Names of the services and sockets of tunnels
 process.py     The tunnel's process: one a rank, beside its supervisor and its worker; it ends with the supervisor
+rank0.py       A rank's requests to the coordinator: heartbeats, replies to queries, and those of `rolecall doctor`
 signatures.py  Requests that are signed with a key derived from JOB_TOKEN
 splice.py      Splices a local connection and one to a peer: data that arrives at one end is sent at the other
 tickets.py     Tickets, with which a peer's second connection to PORT reaches this rank's worker

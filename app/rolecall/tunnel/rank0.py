@@ -1,4 +1,4 @@
-"""A member's connection to the coordinator: posts beats, returns answers."""
+"""A rank's requests to the coordinator: its heartbeats, its replies to queries, and those of `rolecall doctor`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from rolecall.errors import UsageError
 from rolecall.gang.protocol import Answer, Beat
 from rolecall.messages.codec import decode, encode, encode_line
 from rolecall.messages.queries import Reply
-from rolecall.rank import queries, tasks
-from rolecall.rank.coordinator import CONTENT_TYPE, KEEPALIVE_SECONDS, PATH
 
+HEARTBEAT_PATH, REPLY_PATH, DOCTOR_PATH = "/v1/heartbeat", "/v1/reply", "/v1/doctor"
+CONTENT_TYPE = "application/msgpack"  # of a heartbeat and its answer
+KEEPALIVE_SECONDS = 15.0  # an unused connection is closed after it
+REPLY_ARRIVAL_SECONDS = 60.0  # from the beginning of a reply to its end
 REFUSAL_STATUSES = (400, 401, 409, 413)  # HTTP statuses
 TLS_REFUSAL_STATUS = 401
 
@@ -25,7 +27,7 @@ class UntrustedRank0Error(UsageError):
     """Rank 0's address belongs to another job, or rank 0 does not accept this rank's credentials."""
 
 
-class Link:
+class CoordinatorClient:
     """An open session with the coordinator: at a Unix `socket`, rank 0's own or the one from which this rank's tunnel
     leads there; without one, with TLS=off, at rank 0's PORT, with a `badge` that proves knowledge of the token.
     """
@@ -49,7 +51,9 @@ class Link:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await tasks.cancel(self._outdated)
+        for outdated in self._outdated:
+            outdated.cancel()
+        await asyncio.gather(*self._outdated, return_exceptions=True)
         await self._session.close()
 
     def outdate(self, post: asyncio.Task[Answer]) -> bool:
@@ -72,23 +76,32 @@ class Link:
         Raises UsageError if the coordinator refuses this rank; any other error means that it was not reached.
         """
         headers = {"Content-Type": CONTENT_TYPE}
-        async with self._session.post(self._root + PATH, data=encode(beat), headers=headers) as response:
-            body = await response.read()
-            if response.status == 200:
-                answer: Answer = decode(Answer, body)
-                return answer
-            refusal = json.loads(body)
-            # no place is free yet: a dead rank's lease may have to run out first
-            if refusal.get("reason") == "tls" and response.status == TLS_REFUSAL_STATUS:
-                raise UntrustedRank0Error(f"rank 0 at {self.address} refused this rank: {refusal.get('text')}")
-            if response.status in REFUSAL_STATUSES and refusal.get("reason") != "full":
-                raise UsageError(f"rank 0 at {self.address} refused this rank: {refusal.get('text')}")
-            raise aiohttp.ClientError(str(refusal.get("text", response.reason)))
+        async with self._session.post(self._root + HEARTBEAT_PATH, data=encode(beat), headers=headers) as response:
+            answer: Answer = decode(Answer, await self._body(response))
+            return answer
+
+    async def facts(self) -> dict[str, Any]:
+        """What the coordinator tells a doctor (observe/doctor/diagnosis.py). Raises as `post` does."""
+        async with self._session.get(self._root + DOCTOR_PATH) as response:
+            return dict(json.loads(await self._body(response)))
+
+    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
+        """What the coordinator has answered. Raises as `post` does."""
+        body = await response.read()
+        if response.status == 200:
+            return body
+        refusal = json.loads(body)
+        if refusal.get("reason") == "tls" and response.status == TLS_REFUSAL_STATUS:
+            raise UntrustedRank0Error(f"rank 0 at {self.address} refused this rank: {refusal.get('text')}")
+        # no place is free yet: a dead rank's lease may have to run out first
+        if response.status in REFUSAL_STATUSES and refusal.get("reason") != "full":
+            raise UsageError(f"rank 0 at {self.address} refused this rank: {refusal.get('text')}")
+        raise aiohttp.ClientError(str(refusal.get("text", response.reason)))
 
     async def reply(self, number: str, result: Any) -> None:
         """Posts the reply to a query. Raises aiohttp.ClientError or TimeoutError if rank 0 did not receive it."""
         body = encode_line(Reply(number, result))
-        limit = aiohttp.ClientTimeout(total=queries.REPLY_ARRIVAL_SECONDS)
-        async with self._session.post(self._root + queries.PATH, data=body, timeout=limit) as response:
+        limit = aiohttp.ClientTimeout(total=REPLY_ARRIVAL_SECONDS)
+        async with self._session.post(self._root + REPLY_PATH, data=body, timeout=limit) as response:
             if response.status != 200:
                 raise aiohttp.ClientError(f"HTTP status {response.status}")

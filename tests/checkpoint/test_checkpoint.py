@@ -142,15 +142,18 @@ def test_another_jobs_is_not_used(tmp_path: Path) -> None:
         read(checkpoint.newest_first(tmp_path)[0], "rl")
 
 
-def test_a_newer_programs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("form", "age"), [(checkpoint.FORMAT + 1, "newer"), (checkpoint.FORMAT - 1, "older")])
+def test_one_of_another_format_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: int, age: str
+) -> None:
     write(tmp_path, 1, 10)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
-        newer = write(tmp_path, 2, 20)
+        patch.setattr(checkpoint, "FORMAT", form)
+        other = write(tmp_path, 2, 20)
         assert_newest(tmp_path, 2, 20)
     assert_newest(tmp_path, 1, 10)
-    with pytest.raises(CheckpointError, match="newer than this program"):
-        read(newer, "rl")
+    with pytest.raises(CheckpointError, match=f"{age} than this program"):
+        read(other, "rl")
 
 
 @pytest.mark.parametrize("keep", [1, 2])

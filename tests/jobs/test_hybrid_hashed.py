@@ -301,16 +301,16 @@ def test_ids_of_64_bits_travel() -> None:
 # ---- checkpoints
 
 
-@pytest.mark.parametrize(("mode", "after"), [("direct", 2), ("stream", 2), ("direct", 1), ("stream", 3)])
+@pytest.mark.parametrize("after", [2, 1, 3])
 def test_a_resumed_training_is_the_uninterrupted_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, after: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int
 ) -> None:
     """The checkpoint is read while rows are born, evicted, and take the slots of others."""
     monkeypatch.setattr(capture.Capture.__init__, "__defaults__", (0.2, 256, 0, 2**20))  # copies nothing at once
     generator = np.random.default_rng(1)
     pool = hashed_ids.mix(np.arange(600)).view(np.int64)
     ids = [generator.choice(pool, 60, replace=False) for _ in range(30)]
-    same = {"table": "hashed", "filter_ids": 2**14, "ttl": 9, "checkpoint_shards": mode}
+    same = {"table": "hashed", "filter_ids": 2**14, "ttl": 9}
     first = together(tmp_path, 2, max_rows=80, **same)
     first.context.restore({"embeddings": first})
     first.start(0)

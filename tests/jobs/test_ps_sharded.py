@@ -1,8 +1,7 @@
-"""The servers' shards of `ps` as one model: checkpoints, for any number of servers, and those of earlier versions."""
+"""The servers' shards of `ps` as one model: checkpoints, for any number of servers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,6 @@ from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.messages import GradientPart, UpdateShard
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.sharded import ShardedModel
-from rolecall.wire.messages import Deadline, Request
 from tests.jobs.ps_calls import Calls
 
 KEY = Key("trainer_0", 1)
@@ -64,15 +62,13 @@ def state_of(whole: ShardedModel) -> dict[str, list[Tensor]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("mode", "chosen"), [("direct", CHOSEN[0]), ("stream", CHOSEN[1]), ("stream", CHOSEN[2])], ids=str
-)
+@pytest.mark.parametrize("chosen", CHOSEN, ids=str)
 def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: dict[str, Any], mode: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: dict[str, Any]
 ) -> None:
     """Updates go on while the checkpoint is written."""
     monkeypatch.setattr(capture.Capture.__init__, "__defaults__", (0.2, 2**16, 0, 2**20))  # copies nothing at once
-    first = together(tmp_path, 2, checkpoint_shards=mode, **chosen)
+    first = together(tmp_path, 2, **chosen)
     first.context.restore({"model": first})
     for version in (1, 2):
         step(first, version)
@@ -82,7 +78,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     for version in (3, 4):
         step(first, version)
     assert first.context.training.require_saver().wait(60)
-    second = together(tmp_path, 2, checkpoint_shards=mode, **chosen)
+    second = together(tmp_path, 2, **chosen)
     second.context.restore({"model": second})
     torch.testing.assert_close(state_of(second), saved, rtol=0, atol=0)
     assert torch.equal(second.buffers[0], torch.arange(3))
@@ -111,33 +107,3 @@ def test_its_state_is_restored_to_any_number_of_servers(
             assert torch.equal(torch.cat(parts), whole[name])
     snapshot = read(tmp_path / "checkpoint-000001-0000000001.pt", "ps").whole()
     assert torch.equal(snapshot.state["model"]["parameters"], whole["parameters"])
-
-
-def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """The whole vectors in rank 0's file; no server is sent more than its own elements."""
-    sent: Mapping[str, list[int]] = {"ps_0": [], "ps_1": [], "ps_2": []}
-    whole = together(tmp_path, 3, optimizer="adam")
-    total = whole.server.total
-    state = {"step": torch.tensor(7.0), "exp_avg": torch.randn(total), "exp_avg_sq": torch.rand(total)}
-    flat = torch.randn(total)
-    Checkpoints(tmp_path, "ps", 1).write(
-        7, {"model": {"parameters": flat, "optimizer": state, "buffers": [torch.arange(3)]}}, {"done": 1.0}
-    )
-    calls = whole.server.context.transport
-    call = calls.call
-
-    def counted(to: str, request: Request, deadline: Deadline) -> Any:
-        sent[to].append(sum(value.nbytes for value in request.args if isinstance(value, Tensor)))
-        return call(to, request, deadline)
-
-    calls.call = counted
-    whole.context.restore({"model": whole})
-    assert torch.equal(whole.parameters(), flat)
-    assert torch.equal(whole.buffers[0], torch.arange(3))
-    restored = state_of(whole)
-    for name, values in state.items():
-        actual = torch.cat(restored[name])
-        assert torch.equal(actual, values if values.ndim else values.expand(3))
-    share = 4 * -(-total // 3)
-    assert all(sum(sizes) <= share * (1 + sum(value.ndim for value in state.values())) + 4 for sizes in sent.values())
-    assert sum(sent["ps_0"]) == 0

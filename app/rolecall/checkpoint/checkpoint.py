@@ -139,16 +139,10 @@ class Checkpoints:
         self._complain = complain
         self._begin = begin
         self._bad: set[Path] = set()
-        self._dropped: list[str] = []  # deleted, with shards perhaps
 
     def stem(self, step: int) -> str:
         """The name of the checkpoint of `step`, without its suffix."""
         return f"checkpoint-{self.generation:06d}-{step:010d}"
-
-    def kept_and_dropped(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of the checkpoints that there are, and of those that this writer deleted since the last call."""
-        dropped, self._dropped = tuple(self._dropped), []
-        return tuple(path.stem for path in self.files()), dropped
 
     def files(self) -> list[Path]:
         """The checkpoints' files, newest first."""
@@ -227,16 +221,13 @@ class Checkpoints:
         self._bad.discard(path)
         files = self.files()
         kept = [file for file in files if file not in self._bad][: self.keep]  # an unreadable one is no spare
-        unfinished = self.directory.glob(
-            ".checkpoint-*.tmp"
-        )  # of writers that were killed; there is one writer at a time
+        unfinished = self.directory.glob(".checkpoint-*.tmp")  # of writers that were killed: there is one at a time
         for old in (*files[files.index(kept[-1]) + 1 :], *unfinished):
             try:
                 old.unlink(missing_ok=True)
-                self._dropped.append(old.stem)
             except OSError as error:
                 self._complain(f"{old.name} cannot be deleted: {error.strerror}")
-        prune_shards(self.directory, {file.stem for file in self.files()}, self._dropped)
+        prune_shards(self.directory, {file.stem for file in self.files()})
         return path
 
 
@@ -259,7 +250,7 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def read(path: Path, job: str) -> Snapshot:
-    """Read one checkpoint. Raises CheckpointError if it is torn, of another job, of a newer version, or holds
+    """Read one checkpoint. Raises CheckpointError if it is torn, of another job, of another format, or holds
     anything else than a checkpoint does.
     """
     import torch
@@ -293,9 +284,6 @@ def read(path: Path, job: str) -> Snapshot:
         lines = str(error).splitlines() or [type(error).__name__]
         problem = next((line for line in lines if "Unsupported" in line), lines[0]).partition(". Please")[0]
         raise CheckpointError(f"{path.name} cannot be loaded: {problem.strip()}") from error
-    if head["format"] == 1 and isinstance(content, dict):
-        about = {"settings": content.pop("settings", {}), "seconds": content.pop("seconds", 0.0)}
-        content = {"state": content, "about": about}
     if problem := _problem(content, len(body)):
         raise CheckpointError(f"{path.name} cannot be loaded: {problem}")
     return Snapshot(path, head["generation"], head["step"], content["state"], about=content["about"], shards=shards)
@@ -380,9 +368,10 @@ def digest_of(head: dict[str, Any], body: Iterable[bytes | memoryview]) -> str:
 
 
 def require_readable(path: Path, head: dict[str, Any], job: str) -> None:
-    """Raises CheckpointError for a checkpoint of a newer version, or of another job."""
-    if head["format"] > FORMAT:
-        raise CheckpointError(f"{path.name} is of format {head['format']}, newer than this program's {FORMAT}")
+    """Raises CheckpointError for a checkpoint of another format, or of another job."""
+    if head["format"] != FORMAT:
+        age = "newer" if head["format"] > FORMAT else "older"
+        raise CheckpointError(f"{path.name} is of format {head['format']}, {age} than this program's {FORMAT}")
     if head["job"] != job:
         raise CheckpointError(f"{path.name} is of job {head['job']}, not of {job}")
 

@@ -11,9 +11,11 @@ import errno
 import fcntl
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -42,6 +44,7 @@ MOST = 2**62  # of a size: torch takes no larger ones
 NUMBERS = "@rows"  # the column, int32, with the numbers of the rows in a file
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Read = Callable[[int, int], Tensor]  # the bytes [length] uint8 from a place on
+Write = Callable[[int, Tensor], None]  # the bytes [length] uint8 to a place
 
 
 class ShardError(Exception):
@@ -154,84 +157,96 @@ def header(columns: Mapping[str, Column]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class Writer:
-    """Writes a file in one go, a block at a time in a thread of its own, around the page cache if the file system
-    allows that: gigabytes of a checkpoint would displace what the training needs. Raises OSError.
+def write(name: str, columns: Mapping[str, Column], blocks: Iterable[Tensor], put: Write) -> ShardFile:
+    """Writes the `columns`, whose bytes are `blocks`, as the file `name` by `put`, one block ahead of it."""
+    digest, length = xxhash.xxh3_128(), 0
+    head = torch.frombuffer(bytearray(header(columns)), dtype=torch.uint8)
+    with ThreadPoolExecutor(1) as thread:
+        writing: Future[None] | None = None
+        for block in _filled(chain([head], blocks)):
+            digest.update(_view(block))
+            if writing is not None:
+                writing.result()
+            writing = thread.submit(put, length, block)
+            length += len(block)
+        if writing is not None:
+            writing.result()
+    return ShardFile(name, length, digest.hexdigest(), dict(columns))
+
+
+def _filled(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The bytes of `blocks` in aligned ones of BLOCK_BYTES, each valid until the second one after it is asked for."""
+    buffers, filled = [_aligned(BLOCK_BYTES), _aligned(BLOCK_BYTES)], 0
+    for block in blocks:
+        left = block
+        while len(left):
+            count = min(len(left), BLOCK_BYTES - filled)
+            buffers[0][filled : filled + count] = left[:count]
+            filled, left = filled + count, left[count:]
+            if filled == BLOCK_BYTES:
+                yield buffers[0]
+                buffers.reverse()
+                filled = 0
+    if filled:
+        yield buffers[0][:filled]
+
+
+def write_piece(path: Path, place: int, data: Tensor) -> None:
+    """Writes `data` [bytes] uint8 at `place` of the file at `path`, which begins anew at 0: around the page cache if
+    the file system allows that, because gigabytes of a checkpoint would displace what the training needs. Raises
+    ShardError.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.length = path, 0
-        self.hashed, self._digest = True, xxhash.xxh3_128()
-        self._thread = ThreadPoolExecutor(1)
-        self._written: Future[None] | None = None
-        self._buffers = [_aligned(BLOCK_BYTES), _aligned(BLOCK_BYTES)]
-        self._filled = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    if data.data_ptr() % ALIGNED:  # came from another rank
+        data = _aligned(len(data)).copy_(data)
+    with _writing(path):  # piece by piece: a whole file takes as long as the training that it waits for
+        if not place:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # another checkpoint may have the file that has this name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         try:
-            self._file = os.open(path, flags | os.O_DIRECT, 0o644)
+            file = os.open(path, flags | os.O_DIRECT, 0o644)
         except OSError:  # such as on tmpfs
-            self._file = os.open(path, flags, 0o644)
-
-    def write(self, data: Tensor) -> None:
-        """Adds `data` [bytes] uint8."""
-        while len(data):
-            count = min(len(data), BLOCK_BYTES - self._filled)
-            self._buffers[0][self._filled : self._filled + count] = data[:count]
-            self._filled, data = self._filled + count, data[count:]
-            if self._filled == BLOCK_BYTES:
-                self._flush()
-
-    def _flush(self) -> None:
-        buffer = _view(self._buffers[0])[: self._filled]
-        if self.hashed:  # a benchmark writes without
-            self._digest.update(buffer)
-        self._join()
-        self._written = self._thread.submit(self._put, buffer, self.length)
-        self.length += self._filled
-        self._filled = 0
-        self._buffers.reverse()
-
-    def _join(self) -> None:
-        if self._written is not None:
-            self._written.result()
-
-    def _put(self, buffer: memoryview, place: int) -> None:
-        with rundir.using(self.path):  # block by block: a whole file takes as long as the training that it waits for
-            self._put_all(buffer, place)
-
-    def _put_all(self, buffer: memoryview, place: int) -> None:
-        whole = len(buffer) // ALIGNED * ALIGNED
+            file = os.open(path, flags, 0o644)
         try:
-            while place % ALIGNED == 0 and whole:
-                count = os.pwrite(self._file, buffer[:whole], place)
-                buffer, place, whole = buffer[count:], place + count, whole - count
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that cannot do it after all
-                raise
-        if len(buffer):  # the rest of the last page, or what is left after a short write
-            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
-            while len(buffer):
-                count = os.pwrite(self._file, buffer, place)
-                buffer, place = buffer[count:], place + count
-
-    def close(self) -> str:
-        """Has everything on disk, and returns its checksum."""
-        try:
-            self._flush()
-            self._join()
-            with rundir.using(self.path):
-                os.fsync(self._file)
+            _write_all(file, _view(data), place)
         finally:
-            self.abort()
-        return self._digest.hexdigest()
+            os.close(file)
 
-    def abort(self) -> None:
-        """Closes the file, as far as it has come; once."""
-        self._thread.shutdown()
-        file, self._file = self._file, -1
-        if file >= 0:
-            with contextlib.suppress(OSError):
-                os.close(file)
+
+def _write_all(file: int, buffer: memoryview, place: int) -> None:
+    whole = len(buffer) // ALIGNED * ALIGNED
+    try:
+        while place % ALIGNED == 0 and whole:
+            count = os.pwrite(file, buffer[:whole], place)
+            buffer, place, whole = buffer[count:], place + count, whole - count
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot do it after all
+            raise
+    if len(buffer):  # the rest of the last page, or what is left after a short write
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+        while len(buffer):
+            count = os.pwrite(file, buffer, place)
+            buffer, place = buffer[count:], place + count
+
+
+def sync(directory: Path, names: Iterable[str]) -> None:
+    """Has the files `names` in `directory`, and all names there, on disk. Raises ShardError."""
+    for name in names:
+        with _writing(directory / name), (directory / name).open("rb") as file:
+            os.fsync(file.fileno())
+    for folder in (directory, directory.parent):
+        with _writing(folder):
+            rundir.sync_directory(folder)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """The block is at the file or folder `path`. Raises ShardError for an OSError."""
+    try:
+        with rundir.using(path):
+            yield
+    except OSError as error:
+        raise ShardError(f"{path.name} cannot be written to {path.parent}: {error.strerror}") from error
 
 
 def _view(data: Tensor) -> memoryview:
@@ -245,69 +260,41 @@ def _aligned(size: int) -> Tensor:
     return memory[begin : begin + size]
 
 
-def write(directory: Path, name: str, columns: Mapping[str, Column], blocks: Iterable[Tensor]) -> ShardFile:
-    """Writes the `columns`, whose bytes are `blocks`, to the file `name` in `directory`, which is made if it is not
-    there. Raises ShardError.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / name).unlink(missing_ok=True)  # another checkpoint may have the file that has this name
-        writer = Writer(directory / name)
-        try:
-            writer.write(torch.frombuffer(bytearray(header(columns)), dtype=torch.uint8))
-            for block in blocks:
-                writer.write(block)
-            checksum = writer.close()
-        finally:
-            writer.abort()
-        _sync(directory)
-    except OSError as error:
-        raise ShardError(f"{name} cannot be written to {directory}: {error.strerror}") from error
-    return ShardFile(name, writer.length, checksum, dict(columns))
-
-
-def sync(directory: Path) -> None:
-    """Has the names in `directory`, which was made, on disk. Raises ShardError."""
-    try:
-        _sync(directory)
-    except OSError as error:
-        raise ShardError(f"{directory} cannot be written: {error.strerror}") from error
-
-
-def _sync(directory: Path) -> None:
-    for folder in (directory, directory.parent):
-        with rundir.using(folder):
-            rundir.sync_directory(folder)
-
-
 def blocks(file: ShardFile, read: Read, size: int = BLOCK_BYTES) -> Iterator[tuple[str, int, Tensor]]:
-    """The rows in `file`, some at a time: the column's name, the first one's number in the file, and the values
-    [rows, ...]. Raises ShardError, at the latest after the last ones, if it is not the file that was written.
+    """The rows in `file`, some at a time, read one block ahead: the column's name, the first one's number in the file,
+    and the values [rows, ...]. Raises ShardError, at the latest after the last ones, if it is not the file that was
+    written.
     """
-    digest = xxhash.xxh3_128()
-
-    def take(place: int, length: int) -> Tensor:
-        data = read(place, length)
-        if len(data) != length:
-            raise ShardError(f"{file.name} is torn: {place + len(data)} bytes of {file.length}")
-        digest.update(_view(data))
-        return data
-
-    place = file.length - sum(column.bytes for column in file.columns.values())
-    if bytes(take(0, max(0, place)).numpy()) != header(file.columns):
-        raise ShardError(f"{file.name} is corrupt: its header is another")
-    for name, column in file.columns.items():
-        if not column.bytes:
-            continue
-        row_bytes = column.bytes // column.shape[0]
-        step = max(1, size // row_bytes)
-        for begin in range(0, column.shape[0], step):
-            count = min(step, column.shape[0] - begin)
-            values = take(place, count * row_bytes).view(DTYPES[column.dtype]).view(count, *column.shape[1:])
-            place += count * row_bytes
-            yield name, begin, values
+    digest, pieces = xxhash.xxh3_128(), _pieces(file, size)
+    with ThreadPoolExecutor(1) as thread:
+        ahead = deque((piece, thread.submit(read, *piece[2:])) for piece in islice(pieces, 2))
+        while ahead:
+            (name, begin, place, length), reading = ahead.popleft()
+            data = reading.result()
+            if len(data) != length:
+                raise ShardError(f"{file.name} is torn: {place + len(data)} bytes of {file.length}")
+            digest.update(_view(data))
+            ahead.extend((piece, thread.submit(read, *piece[2:])) for piece in islice(pieces, 1))
+            if name:
+                column = file.columns[name]
+                yield name, begin, data.view(DTYPES[column.dtype]).view(-1, *column.shape[1:])
+            elif bytes(data.numpy()) != header(file.columns):
+                raise ShardError(f"{file.name} is corrupt: its header is another")
     if digest.hexdigest() != file.checksum:
         raise ShardError(f"{file.name} is corrupt: its checksum does not match")
+
+
+def _pieces(file: ShardFile, size: int) -> Iterator[tuple[str, int, int, int]]:
+    """The parts of `file`: the column's name, empty for the header, the first row, the place, and the bytes."""
+    place = file.length - sum(column.bytes for column in file.columns.values())
+    yield "", 0, 0, max(0, place)
+    for name, column in file.columns.items():
+        row_bytes = column.bytes // max(1, column.shape[0])
+        step = max(1, size // max(1, row_bytes))
+        for begin in range(0, column.shape[0] if row_bytes else 0, step):
+            length = min(step, column.shape[0] - begin) * row_bytes
+            yield name, begin, place, length
+            place += length
 
 
 def reader(path: Path) -> Read:

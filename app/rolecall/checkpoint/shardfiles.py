@@ -112,15 +112,11 @@ def _size(path: Path) -> int:
         raise ShardError(f"{path.name} cannot be read: {error.strerror}") from error
 
 
-def held(directory: Path, stem: str, files: list[ShardFile]) -> list[str]:
-    """The names of those `files` that are in a rank's `directory` with their full length."""
-
-    def is_held(file: ShardFile) -> bool:
-        with contextlib.suppress(ShardError):
-            return _size(directory / stem / file.name) == file.length
-        return False
-
-    return [file.name for file in files if is_held(file)]
+def is_held(directory: Path, file: ShardFile) -> bool:
+    """Whether `directory` has `file` with its full length."""
+    with contextlib.suppress(ShardError):
+        return _size(directory / file.name) == file.length
+    return False
 
 
 def share(source: Path, target: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
-
-import torch
 
 from rolecall import Context, Sharded
 from rolecall.jobs.hybrid import HybridSettings
@@ -26,9 +23,3 @@ class ShardedTable(Sharded):
         """
         servers = self.context.peers("ps")
         return [self._calls.call(server, TableServer.start, step, fill=not self.restored) for server in servers]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the whole table of a checkpoint of an earlier version."""
-        if state:
-            squares = {"squares": state["squares"]} if len(state["squares"]) else {}
-            self.load_whole({"weight": torch.cat(state["weight"]), **squares})

@@ -127,8 +127,6 @@ class Table(nn.Module):
     def load(self, columns: dict[str, Any]) -> None:
         """Loads the whole tensors of a checkpoint. Raises KeyError or RuntimeError if they do not fit."""
         weight, squares = columns["weight"], columns.get("squares", torch.empty(0))
-        if isinstance(weight, list):  # in pieces, of an earlier version
-            weight = torch.cat(weight)
         if weight.shape != self.weight.shape or columns.keys() - {"weight", "squares"}:
             raise RuntimeError(
                 f"it has {', '.join(columns)} with rows of {tuple(weight.shape)}, "

@@ -52,10 +52,5 @@ class ShardedModel(Sharded):
         return {"buffers": list(self.buffers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`, which in earlier versions has the whole model. Raises UsageError if that is another
-        model, or of another OPTIMIZER.
-        """
-        if "parameters" in state:
-            optimizer = {name: value.reshape(-1) for name, value in state["optimizer"].items()}
-            self.load_whole({"parameters": state["parameters"], **optimizer})
+        """Continues from `state`."""
         self.buffers = tuple(state["buffers"])

@@ -446,9 +446,7 @@ def test_a_program_that_another_shape_has_is_refused(monkeypatch: pytest.MonkeyP
     gang = Gang(tmp_path, 2)
     gang.save(7)
     monkeypatch.setattr("tests.checkpoint.test_shards.TOTAL", 44)
-    with pytest.raises(
-        UsageError, match=r"^checkpoint-000001-0000000007: .* tensors .*40, 3.* CHECKPOINT_DIR"
-    ):
+    with pytest.raises(UsageError, match=r"^checkpoint-000001-0000000007: .* tensors .*40, 3.* CHECKPOINT_DIR"):
         Gang(tmp_path, 2, generation=2).restore()
 
 

@@ -26,10 +26,10 @@ from rolecall.checkpoint.shardfile import ShardError
 from rolecall.checkpoint.shards import Written
 from rolecall.declare.task import Attachment
 from rolecall.jobs.hybrid import JOB, HybridSettings, disk_rows
-from rolecall.jobs.hybrid.disk import DiskTable, open_scratch
-from rolecall.jobs.hybrid.disk_log import Scratch
+from rolecall.jobs.hybrid.disk import DiskTable
+from rolecall.jobs.hybrid.disk_log import LogStore
+from rolecall.jobs.hybrid.master import ShardedTable
 from rolecall.jobs.hybrid.server import TableServer
-from rolecall.jobs.hybrid.sharded import ShardedTable
 from rolecall.jobs.hybrid.table import Bags, Table
 from tests.jobs.test_hybrid_sharded import Calls, attach, make_step
 
@@ -42,8 +42,7 @@ def chosen(**changes: Any) -> HybridSettings:
 
 
 def on_disk(options: HybridSettings, ordinal: int, directory: Path, hot: int = HOT) -> DiskTable:
-    rows = len(range(ordinal, ROWS, options.servers))
-    return DiskTable(options, ordinal, Scratch(directory, rows, WIDTH), hot)
+    return DiskTable(options.model_copy(update={"table_dir": directory}), ordinal, hot)
 
 
 def bags_of(generator: torch.Generator, rows: int, most: int) -> Bags:
@@ -97,7 +96,7 @@ def test_rows_are_read_ahead_and_no_more_than_fit_stay(tmp_path: Path) -> None:
     table = on_disk(chosen(), 0, tmp_path)
     table.fill()
     table.prefetch(torch.arange(7))
-    table.close_hints()
+    table._reader.submit(lambda: None).result(60)
     assert table.hot.read == 7
     bags = Bags(torch.arange(7), torch.tensor([0, 7]), None)
     table(bags)
@@ -112,10 +111,10 @@ def test_rows_are_read_ahead_and_no_more_than_fit_stay(tmp_path: Path) -> None:
 
 def test_what_is_read_at_once_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(disk_rows, "BATCH_BYTES", 2**15)
-    scratch = Scratch(tmp_path, 40, 2048)
-    hot, read, asked = disk_rows.HotRows(scratch, 40), scratch.read, list[int]()
+    store = LogStore(tmp_path, 40, 2048)
+    hot, read, asked = disk_rows.HotRows(store, 40), store.read, list[int]()
     hot.set(torch.arange(40), torch.arange(40.0)[:, None].expand(-1, 2048))
-    monkeypatch.setattr(scratch, "read", lambda rows: asked.append(len(rows)) or read(rows))
+    monkeypatch.setattr(store, "read", lambda rows: asked.append(len(rows)) or read(rows))
     with hot.holding(torch.arange(19)) as slots:
         assert torch.equal(hot.values[slots][:, 7], torch.arange(19.0))
     assert asked == [4, 4, 4, 4, 3]
@@ -138,7 +137,7 @@ def test_reading_ahead_goes_on_after_a_failure_and_says_so_once(
     with structlog.testing.capture_logs() as lines:
         for row in range(4):
             table.prefetch(torch.tensor([row]))
-        table.close_hints()
+        table._reader.submit(lambda: None).result(60)
     assert [line["log_level"] for line in lines] == ["warning"]
     assert "broken" in lines[0]["reason"]
     assert table.hot.read == 1
@@ -172,7 +171,7 @@ def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_error_of_freeing_a_slot_reaches_the_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     table = on_disk(chosen(), 0, tmp_path, 4)
     table.fill()
-    monkeypatch.setattr(table.hot.scratch, "append", MagicMock(side_effect=OSError(errno.EIO, "broken")))
+    monkeypatch.setattr(table.hot.store, "append", MagicMock(side_effect=OSError(errno.EIO, "broken")))
     for row in range(4):
         table.update(torch.tensor([row]), torch.ones(1, WIDTH))
     with pytest.raises(OSError, match="broken"):
@@ -187,14 +186,14 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     options = chosen(table_dir=tmp_path / "rows", table_memory=200_000).model_copy(update={"num_embeddings": 10_000})
     monkeypatch.setattr(os, "posix_fallocate", MagicMock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(UsageError, match=r"TABLE_DIR=.*rows: the \d+ bytes of .*No space left on device"):
-        open_scratch(options, 0)
+        DiskTable(options, 0)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"TABLE_DIR=.*file"):
-        open_scratch(options.model_copy(update={"table_dir": tmp_path / "file"}), 0)
+        DiskTable(options.model_copy(update={"table_dir": tmp_path / "file"}), 0)
 
 
-def test_scratch_of_two_runs_is_apart(tmp_path: Path) -> None:
-    one, two = Scratch(tmp_path, 10, 2), Scratch(tmp_path, 10, 2)
+def test_the_files_of_two_runs_are_apart(tmp_path: Path) -> None:
+    one, two = LogStore(tmp_path, 10, 2), LogStore(tmp_path, 10, 2)
     places = one.append(torch.arange(10), torch.ones(10, 2))
     assert one.read(places).all()
     assert not two.read(places).any()
@@ -303,11 +302,6 @@ class Gang:
             whole[number :: len(self.servers)] = torch.cat([weight, squares[:, None]], 1)
         return whole
 
-    def close(self) -> None:
-        for server in self.servers:
-            if isinstance(server.table, DiskTable) and not server.table._closed:
-                server.table.close()
-
 
 @pytest.fixture
 def gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
@@ -318,8 +312,10 @@ def gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
         return made_here[-1]
 
     yield start
-    for each in made_here:
-        each.close()
+    tables = {server.table for each in made_here for server in each.servers}
+    for table in tables:
+        if isinstance(table, DiskTable):
+            table.close()
 
 
 def new_bytes(directory: Path, step: int) -> int:

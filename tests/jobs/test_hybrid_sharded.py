@@ -19,10 +19,10 @@ from rolecall.checkpoint.shards import Problem
 from rolecall.declare.remote import find
 from rolecall.declare.task import Attachment
 from rolecall.jobs.hybrid import JOB, HybridSettings
+from rolecall.jobs.hybrid.master import ShardedTable
+from rolecall.jobs.hybrid.model import build_table
 from rolecall.jobs.hybrid.server import TableServer
-from rolecall.jobs.hybrid.sharded import ShardedTable
 from rolecall.jobs.hybrid.table import Bags
-from rolecall.jobs.hybrid.tables import build
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
 
@@ -78,7 +78,7 @@ def together(
                 master = context
                 continue
             served[me.name] = TableServer(context)
-            served[me.name].hold(build(settings, me.ordinal))
+            served[me.name].hold(build_table(settings, me.ordinal))
         attach(served[me.name], attachment)
     Calls(served, master)
     return ShardedTable(master)

@@ -192,16 +192,6 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
         DiskTable(options.model_copy(update={"table_dir": tmp_path / "file"}), 0)
 
 
-def test_the_files_of_two_runs_are_apart(tmp_path: Path) -> None:
-    one, two = LogStore(tmp_path, 10, 2), LogStore(tmp_path, 10, 2)
-    places = one.append(torch.arange(10), torch.ones(10, 2))
-    assert one.read(places).all()
-    assert not two.read(places).any()
-    assert list(tmp_path.iterdir()) == []
-    one.close()
-    two.close()
-
-
 def test_table_memory_is_in_bytes_and_decides_what_is_hot(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NUM_EMBEDDINGS": "1000000", "TABLE_MEMORY": "100MB"}.items():
         monkeypatch.setenv(name, value)

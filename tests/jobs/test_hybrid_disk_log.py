@@ -142,6 +142,7 @@ def test_more_rows_than_places_have_numbers_are_refused(tmp_path: Path) -> None:
 def test_a_record_touches_no_more_blocks_than_it_needs(tmp_path: Path, width: int, stride: int) -> None:
     store = LogStore(tmp_path, 600, width)
     assert store.stride == stride
+    assert list(tmp_path.iterdir()) == [], "it has no name"
     records = torch.randn(600, width)
     places = store.append(torch.arange(600), records)
     order = torch.randperm(600)

@@ -260,12 +260,12 @@ def _aligned(size: int) -> Tensor:
     return memory[begin : begin + size]
 
 
-def blocks(file: ShardFile, read: Read, size: int = BLOCK_BYTES) -> Iterator[tuple[str, int, Tensor]]:
+def blocks(file: ShardFile, read: Read) -> Iterator[tuple[str, int, Tensor]]:
     """The rows in `file`, some at a time, read one block ahead: the column's name, the first one's number in the file,
     and the values [rows, ...]. Raises ShardError, at the latest after the last ones, if it is not the file that was
     written.
     """
-    digest, pieces = xxhash.xxh3_128(), _pieces(file, size)
+    digest, pieces = xxhash.xxh3_128(), _pieces(file)
     with ThreadPoolExecutor(1) as thread:
         ahead = deque((piece, thread.submit(read, *piece[2:])) for piece in islice(pieces, 2))
         while ahead:
@@ -284,13 +284,13 @@ def blocks(file: ShardFile, read: Read, size: int = BLOCK_BYTES) -> Iterator[tup
         raise ShardError(f"{file.name} is corrupt: its checksum does not match")
 
 
-def _pieces(file: ShardFile, size: int) -> Iterator[tuple[str, int, int, int]]:
+def _pieces(file: ShardFile) -> Iterator[tuple[str, int, int, int]]:
     """The parts of `file`: the column's name, empty for the header, the first row, the place, and the bytes."""
     place = file.length - sum(column.bytes for column in file.columns.values())
     yield "", 0, 0, max(0, place)
     for name, column in file.columns.items():
         row_bytes = column.bytes // max(1, column.shape[0])
-        step = max(1, size // max(1, row_bytes))
+        step = max(1, BLOCK_BYTES // max(1, row_bytes))
         for begin in range(0, column.shape[0] if row_bytes else 0, step):
             length = min(step, column.shape[0] - begin) * row_bytes
             yield name, begin, place, length

@@ -7,7 +7,6 @@ import errno
 import io
 import multiprocessing
 import os
-import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -366,20 +365,6 @@ def test_a_writer_that_is_killed_harms_nothing(tmp_path: Path) -> None:
 def write_with(directory: Path, faults: Faults) -> None:
     faults.install(pytest.MonkeyPatch())
     write_next(directory)
-
-
-def test_a_file_that_outgrows_its_limit(tmp_path: Path) -> None:
-    """The operating system's own refusal, in the midst of the bytes."""
-    before = prepare(tmp_path / "run")
-    size, limits = 1 << 22, resource.getrlimit(resource.RLIMIT_FSIZE)
-    big = {"weights": torch.zeros(size)}  # of 4 bytes each
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        with pytest.raises(CheckpointError, match=os.strerror(errno.EFBIG)):
-            Checkpoints(tmp_path / "run", "rl", 2).write(30, big)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert contents(tmp_path / "run") == before
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:

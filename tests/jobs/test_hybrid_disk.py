@@ -16,22 +16,19 @@ import structlog
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from rolecall import Context, Peer, UsageError, config, telemetry
+from rolecall import UsageError, config
 from rolecall.checkpoint import checkpoint, logged, shardfile
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.checkpoint.shardfile import ShardError
 from rolecall.checkpoint.shards import Written
-from rolecall.declare.task import Attachment
-from rolecall.jobs.hybrid import JOB, HybridSettings, disk_rows
+from rolecall.jobs.hybrid import HybridSettings, disk_rows
 from rolecall.jobs.hybrid.disk import DiskTable
 from rolecall.jobs.hybrid.disk_log import LogStore
-from rolecall.jobs.hybrid.master import ShardedTable
 from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.table import Bags, Table
-from tests.jobs.test_hybrid_sharded import Calls, attach, make_step
+from tests.jobs.test_hybrid_sharded import make_step, together
 
 ROWS, WIDTH, HOT = 300, 3, 16
 Tables = list[tuple[Tensor, Tensor]]  # of all servers: weights and Adagrad's squares
@@ -222,37 +219,25 @@ class Gang:
         hot: int = HOT,
         generation: int = 1,
         kept: Gang | None = None,
-        folders: bool = False,
-        **changes: Any,
+        **how: Any,
     ) -> None:
-        """With the servers `kept` of the generation before, or with new ones; with `folders`, they do not see the
-        master's directory.
-        """
-        options = chosen(servers=servers, checkpoint_dir=directory, checkpoint_keep=3, **changes)
-        members = (Peer("master", 0, 0), *(Peer("ps", number, 1 + number) for number in range(servers)))
-        self.servers: list[TableServer] = []
-        for me in members:
-            attachment = Attachment(generation, me, (*members, Peer("trainer", 0, 1 + servers)))
-            metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
-            checkpoints = None if me.rank else Checkpoints(directory, "hybrid", generation)
-            if folders and me.rank:
-                options = options.model_copy(update={"checkpoint_dir": directory / me.name})
-            context = Context(options, attachment, metrics, JOB, checkpoints=checkpoints)
-            if not me.rank:
-                self.master = context
-                continue
-            if kept:
-                server = kept.servers[me.ordinal]
-            else:
-                server = TableServer(context)
-                server.hold(
-                    on_disk(options, me.ordinal, directory / "table", hot) if hot else Table(options, me.ordinal)
-                )
-            attach(server, attachment)
-            self.servers.append(server)
+        def make(options: HybridSettings, ordinal: int) -> Table:
+            return on_disk(options, ordinal, directory / "table", hot) if hot else Table(options, ordinal)
 
-        Calls({server.context.me.name: server for server in self.servers}, self.master)
-        self.table, self.step = ShardedTable(self.master), 0
+        served = {server.context.me.name: server for server in kept.servers} if kept else None
+        self.table = together(
+            directory,
+            servers,
+            generation,
+            kept=served,
+            make=make,
+            num_embeddings=ROWS,
+            lr=0.5,
+            checkpoint_keep=3,
+            **how,
+        )
+        self.master = self.table.context
+        self.servers: list[TableServer] = list(self.master.transport.servers.values())
         self.step = self.master.restore({"embeddings": self.table, "step": 0})["step"]
         self.table.start(self.step)
 

@@ -256,14 +256,14 @@ def test_an_id_without_a_place_in_the_map_has_no_row(monkeypatch: pytest.MonkeyP
 def test_a_filter_forgets_what_others_displace_and_rarely_takes_an_id_for_another() -> None:
     sighted = Filter(chosen(filter_ids=1000), 0)
     ids = hashed_ids.mix(np.arange(200_000)).view(np.int64)
-    sighted.note(sighted.marks(ids[:500]))
+    sighted.note(ids[:500])
     assert sighted.fill == pytest.approx(1 - np.exp(-0.5), abs=0.05)
-    kept = sighted.has(sighted.marks(ids[:500]))
+    kept = sighted.has(ids[:500])
     assert kept.mean() == pytest.approx((1 - np.exp(-0.5)) / 0.5, abs=0.06)
-    assert sighted.has(sighted.marks(ids[500:])).sum() < 20  # 200,000 / 65,536 times the fill
-    sighted.note(sighted.marks(ids[500:1500]))
-    assert sighted.has(sighted.marks(ids[:500])).sum() < kept.sum() / 2
-    sighted.erase(sighted.marks(ids[:1500]))
+    assert sighted.has(ids[500:]).sum() < 20  # 200,000 / 65,536 times the fill
+    sighted.note(ids[500:1500])
+    assert sighted.has(ids[:500]).sum() < kept.sum() / 2
+    sighted.erase(ids[:1500])
     assert sighted.fill == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rolecall.jobs.hybrid import JOB, HybridSettings
 from rolecall.jobs.hybrid.master import ShardedTable
 from rolecall.jobs.hybrid.model import build_table
 from rolecall.jobs.hybrid.server import TableServer
-from rolecall.jobs.hybrid.table import Bags
+from rolecall.jobs.hybrid.table import Bags, Table
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
 
@@ -59,13 +60,16 @@ def together(
     directory: Path,
     servers: int,
     generation: int = 1,
+    *,
     kept: dict[str, TableServer] | None = None,
+    make: Callable[[HybridSettings, int], Table] = build_table,
+    folders: bool = False,
     **changes: Any,
 ) -> ShardedTable:
-    """A master and servers, those that are `kept` of the generation before or new ones."""
-    settings = HybridSettings(
-        num_embeddings=ROWS, embedding_dim=3, servers=servers, checkpoint_dir=directory, **changes
-    )
+    """A master and servers, those that are `kept` of the generation before or new ones with the tables that `make`
+    makes. With `folders`, they do not see the master's directory.
+    """
+    changes = {"num_embeddings": ROWS, "embedding_dim": 3, "checkpoint_dir": directory, **changes}
     members = (Peer("master", 0, 0), *(Peer("ps", number, 1 + number) for number in range(servers)))
     served = kept or {}
     for me in members:
@@ -73,12 +77,15 @@ def together(
         if me.name not in served:
             metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
             checkpoints = None if me.rank else Checkpoints(directory, "hybrid", generation)
+            if folders and me.rank:
+                changes["checkpoint_dir"] = directory / me.name
+            settings = HybridSettings(servers=servers, **changes)
             context = Context(settings, attachment, metrics, JOB, checkpoints=checkpoints)
             if not me.rank:
                 master = context
                 continue
             served[me.name] = TableServer(context)
-            served[me.name].hold(build_table(settings, me.ordinal))
+            served[me.name].hold(make(settings, me.ordinal))
         attach(served[me.name], attachment)
     Calls(served, master)
     return ShardedTable(master)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rolecall.checkpoint.capture import BLOCK_BYTES, Capture, CaptureError, Rows
 from rolecall.checkpoint.shardfile import NUMBERS, Column, ShardError, ShardFile
-from rolecall.checkpoint.shards import Disk, Order, Part, Share, Shares
+from rolecall.checkpoint.shards import Disk, NewFile, Order, Share, Shares
 
 CHANGED, CAPTURED, PENDING = 1, 2, 4  # marks: since the last capture; in it; not written yet
 MOST_LOGGED = 0.5  # rows in logs, of those in the base: beyond it a new base is written
@@ -136,7 +136,7 @@ class LoggedShare(Share):
                 self._next = Chain(order.stem, files, logged)
         return [*files]
 
-    def parts(self, capture: Capture) -> Iterator[Part]:
+    def parts(self, capture: Capture) -> Iterator[NewFile]:
         """See `Share.parts`."""
         assert isinstance(capture, ChangesCapture)
         return capture.parts()
@@ -236,7 +236,7 @@ class ChangesCapture(Capture):
             self._progress.notify_all()
         yield from aside
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NewFile]:
         """The files, one after another."""
         chunks, most = _Chunks(self._chunks()), max(1, FILE // self._row_bytes)
         for number, begin in enumerate(range(0, self.count, most)):

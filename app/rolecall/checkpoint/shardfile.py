@@ -79,14 +79,6 @@ class Column:
         """Bytes of the tensor."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def overlaps(self, rows: Rows) -> bool:
-        """Whether some of `rows` may be in it."""
-        count = self.shape[0]
-        if not count or not len(rows) or (self.step == rows.step and (self.first - rows.first) % rows.step):
-            return False
-        last, last_here = self.first + self.step * (count - 1), rows.first + rows.step * (len(rows) - 1)
-        return self.first <= last_here and rows.first <= last
-
 
 @dataclass(frozen=True)
 class ShardFile:

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,12 +44,18 @@ def same_shapes(rows: Callable[[], Mapping[str, Rows]], expected: Shapes) -> Map
 
 def overlaps(file: ShardFile, targets: Mapping[str, Rows]) -> bool:
     """Whether `file` may have some of the rows `targets`. Raises KeyError for a tensor that `targets` lack."""
-    columns = {name: column for name, column in file.columns.items() if name != NUMBERS}
-    if NUMBERS in file.columns:  # the rows' numbers are not read yet
-        columns = {
-            name: replace(c, shape=(len(range(c.first, c.total, c.step)), *c.shape[1:])) for name, c in columns.items()
-        }
-    return any(column.overlaps(targets[name]) for name, column in columns.items())
+    for name, column in file.columns.items():
+        if name == NUMBERS:
+            continue
+        first, step, target = column.first, column.step, targets[name]
+        # the rows' numbers are not read yet
+        count = len(range(first, column.total, step)) if NUMBERS in file.columns else column.shape[0]
+        apart = step == target.step and (first - target.first) % step
+        if count and len(target) and not apart:
+            last, last_here = first + step * (count - 1), target.first + target.step * (len(target) - 1)
+            if first <= last_here and target.first <= last:
+                return True
+    return False
 
 
 def fill(file: ShardFile, read: Read, targets: Mapping[str, Rows]) -> None:

@@ -27,7 +27,7 @@ from rolecall.declare.remote import remote
 from rolecall.errors import CallError, RemoteError, UsageError
 from rolecall.record import rundir
 
-Part = tuple[str, dict[str, Column], Iterable[Tensor]]  # a file: its name, its columns, their bytes
+NewFile = tuple[str, dict[str, Column], Iterable[Tensor]]  # a file: its name, its columns, their bytes
 Disk = Callable[..., Any]  # calls a method of `Shares` where a checkpoint's files are
 POLL_SECONDS = 0.5  # that a call waits for the files of a share
 SHARE_SECONDS = 600.0  # that a call waits for its share
@@ -198,7 +198,7 @@ class Share:
         """A capture of the rows."""
         return Capture(self._rows(), self.settings.rpc_timeout / 2)
 
-    def parts(self, capture: Capture) -> Iterator[Part]:
+    def parts(self, capture: Capture) -> Iterator[NewFile]:
         """The files to write. The bytes of a file are consumed before the next file is requested."""
         columns = {name: Column.of(rows) for name, rows in capture.names.items()}
         yield f"{self}.safetensors", columns, capture.read()

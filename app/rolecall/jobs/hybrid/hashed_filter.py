@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,18 +12,6 @@ from rolecall.jobs.hybrid.hashed_ids import Ids, mix
 
 PRINT_SHIFT = np.uint64(48)  # a print is the upper 16 bits of a hash
 SAMPLE_CELLS = 1 << 16  # from which the fill is estimated
-
-
-@dataclass(frozen=True)
-class Marks:
-    """The `places` [n] of ids among the cells of this server, and their `prints` [n], which are not 0."""
-
-    places: Ids
-    prints: NDArray[np.int16]
-
-    def where(self, mask: NDArray[np.bool_]) -> Marks:
-        """The marks for which `mask` is set."""
-        return Marks(self.places[mask], self.prints[mask])
 
 
 class Filter:
@@ -42,34 +28,32 @@ class Filter:
         self._noted = np.zeros(len(range(ordinal, self._cells, self._servers)), np.int16)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self._noted.nbytes
-
-    @property
     def fill(self) -> float:
         """The share of used cells, estimated from the first ones."""
         sample = self._noted[:SAMPLE_CELLS]
         return float(np.count_nonzero(sample) / max(1, len(sample)))
 
-    def marks(self, ids: Ids) -> Marks:
-        """The marks of `ids` [n] of this server."""
+    def _marks(self, ids: Ids) -> tuple[Ids, NDArray[np.int16]]:
+        """The places of `ids` [n] of this server among its cells, and their prints, which are not 0."""
         hashes = mix(ids)
         prints = np.maximum((hashes >> PRINT_SHIFT), np.uint64(1)).astype(np.uint16).view(np.int16)
-        return Marks((hashes % np.uint64(self._cells)).astype(np.int64) // self._servers, prints)
+        return (hashes % np.uint64(self._cells)).astype(np.int64) // self._servers, prints
 
-    def has(self, marks: Marks) -> NDArray[np.bool_]:
-        """Whether each mark is stored."""
-        noted: NDArray[np.bool_] = self._noted[marks.places] == marks.prints
+    def has(self, ids: Ids) -> NDArray[np.bool_]:
+        """Whether each of `ids` [n] is stored."""
+        places, prints = self._marks(ids)
+        noted: NDArray[np.bool_] = self._noted[places] == prints
         return noted
 
-    def note(self, marks: Marks) -> None:
-        """Stores marks; the last of several with one cell."""
-        self._noted[marks.places] = marks.prints
+    def note(self, ids: Ids) -> None:
+        """Stores `ids`; the last of several with one cell."""
+        places, prints = self._marks(ids)
+        self._noted[places] = prints
 
-    def erase(self, marks: Marks) -> None:
-        """Erases marks."""
-        self._noted[marks.places[self.has(marks)]] = 0
+    def erase(self, ids: Ids) -> None:
+        """Erases those of `ids` that are stored."""
+        places, _ = self._marks(ids[self.has(ids)])
+        self._noted[places] = 0
 
     def rows(self, frozen: bool) -> Rows:
         """The cells of a checkpoint; if `frozen`, a copy."""

@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import structlog
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,29 +115,6 @@ def test_what_is_read_at_once_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(hot.values[slots][:, 7], torch.arange(19.0))
     assert asked == [4, 4, 4, 4, 3]
     hot.close()
-
-
-def test_reading_ahead_goes_on_after_a_failure_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    table, failures = on_disk(chosen(), 0, tmp_path), [TimeoutError(), OSError("broken"), OSError("broken")]
-    table.fill()
-    bring = table.hot.bring
-
-    def failing(rows: Tensor) -> None:
-        if failures:
-            raise failures.pop(0)
-        bring(rows)
-
-    monkeypatch.setattr(table.hot, "bring", failing)
-    with structlog.testing.capture_logs() as lines:
-        for row in range(4):
-            table.prefetch(torch.tensor([row]))
-        table._reader.submit(lambda: None).result(60)
-    assert [line["log_level"] for line in lines] == ["warning"]
-    assert "broken" in lines[0]["reason"]
-    assert table.hot.read == 1
-    table.close()
 
 
 def test_an_index_out_of_range_is_named(tmp_path: Path) -> None:
@@ -394,23 +370,6 @@ def test_a_file_system_without_hard_links_copies(monkeypatch: pytest.MonkeyPatch
     resumed = gang(generation=2)
     assert resumed.step == step
     assert torch.equal(resumed.whole, saved)
-
-
-def test_a_disk_that_hangs_delays_no_step(
-    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
-) -> None:
-    first, released, link = gang(1), threading.Event(), os.link
-    first.train()
-    assert first.save(busy=False)
-    first.train()
-    monkeypatch.setattr(os, "link", lambda *paths: released.wait(60) and link(*paths))
-    saved, step = first.whole, first.step
-    first.master.save(step, {"embeddings": first.table, "step": step}, drain=False)
-    first.train(3)
-    released.set()
-    assert first.master.training.require_saver().wait(60)
-    reached, whole = newest(tmp_path)
-    assert (reached, torch.equal(whole, saved)) == (step, True)
 
 
 @pytest.mark.parametrize("folders", [False, True])

@@ -19,7 +19,7 @@ from rolecall.checkpoint import capture, checkpoint
 from rolecall.export import exporting
 from rolecall.jobs.hybrid import JOB, HybridSettings, data, evaluate, export, hashed, hashed_ids
 from rolecall.jobs.hybrid.hashed import HashedTable
-from rolecall.jobs.hybrid.hashed_filter import Filter
+from rolecall.jobs.hybrid.hashed_ids import Filter
 from rolecall.jobs.hybrid.hashed_map import SlotMap
 from rolecall.jobs.hybrid.model import LocalModel, build_table
 from rolecall.jobs.hybrid.table import Bags

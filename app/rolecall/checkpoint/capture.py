@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -228,7 +227,7 @@ class Capture:
                         return
                     left = column.save_rows(left)
 
-    def _wait(self, ready: Any) -> bool:
+    def _wait(self, ready: Callable[..., object]) -> bool:
         """Waits for the reader. Returns whether the capture has not failed."""
         begun = time.monotonic()
         if not self._progress.wait_for(lambda: ready() or self.problem, max(0.0, self._patience - self.stalled)):

@@ -68,12 +68,12 @@ class Snapshot:
         """With the values that ranks hold shares of, read and put together, in `state`, but not `without`: for one that
         has the memory. Raises CheckpointError if a shard is missing or torn.
         """
-        from rolecall.checkpoint import shardfile, shardfiles  # torch: a supervisor imports this module, too
+        from rolecall.checkpoint import shardfile  # torch: a supervisor imports this module, too
 
         directory = self.path.parent / SHARDS / self.path.stem
         try:
             values = {
-                name: {**self._unshared(name), **shardfiles.whole(directory, files)}
+                name: {**self._unshared(name), **shardfile.whole(directory, files)}
                 for name, files in self.shards.items()
                 if name not in without
             }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rolecall.checkpoint import shardfiles
+from rolecall.checkpoint import shardfile
 from rolecall.checkpoint.checkpoint import CheckpointError, Checkpoints
 from rolecall.checkpoint.shardfile import ShardFile
 from rolecall.checkpoint.shards import Order, Problem, Shares, Written
@@ -102,7 +102,7 @@ class Sharded:
         """
         folder = self.checkpoints.directory / rundir.SHARDS / stem
         for file in files:
-            if not shardfiles.is_held(folder, file):
+            if not shardfile.is_held(folder, file):
                 raise CheckpointError(f"{stem}: {file.name} is missing or torn")
         problems = self._each(Shares.load, self.name, stem, files, timeout=self.settings.phase_timeout)
         for problem in (problem for _, problem in problems if problem is not None):

@@ -18,10 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rolecall.checkpoint import shardfile, shardfiles
+from rolecall.checkpoint import shardfile
 from rolecall.checkpoint.capture import Capture, CaptureError, Rows
-from rolecall.checkpoint.shardfile import Column, ShardError, ShardFile
-from rolecall.checkpoint.shardfiles import Shapes
+from rolecall.checkpoint.shardfile import Column, Shapes, ShardError, ShardFile
 from rolecall.config import Settings
 from rolecall.declare.remote import remote
 from rolecall.errors import CallError, RemoteError, UsageError
@@ -92,7 +91,7 @@ class Share:
     ) -> None:
         self.context, self.name, self._rows, self._at = context, name, rows, at
         self.settings: Settings = context.settings
-        self._prepare = prepare or (lambda shapes: shardfiles.same_shapes(rows, shapes))
+        self._prepare = prepare or (lambda shapes: shardfile.same_shapes(rows, shapes))
         self._capture: Capture | None = None
         self.changed = True  # since the last capture
         self._drained = False  # the last capture was a drain's: later changes are lost
@@ -277,11 +276,11 @@ class Share:
 
     def _load(self, stem: str, files: list[ShardFile], resets: int) -> None:
         """See `load`. Raises ShardError, UsageError."""
-        targets = self._prepare(shardfiles.shapes(files))
+        targets = self._prepare(shardfile.shapes(files))
         for file in files:
-            if not shardfiles.overlaps(file, targets):
+            if not shardfile.overlaps(file, targets):
                 continue
-            disk = self._disk(stem, shardfiles.is_held(self._directory / stem, file))
+            disk = self._disk(stem, shardfile.is_held(self._directory / stem, file))
 
             def read(place: int, length: int, name: str = file.name, disk: Disk = disk) -> Tensor:
                 if resets != self._resets:
@@ -289,7 +288,7 @@ class Share:
                 piece: Tensor = disk(Shares.read_piece, name, place, length)
                 return piece
 
-            shardfiles.fill(file, read, targets)
+            shardfile.fill(file, read, targets)
 
 
 # ---- the shares of this process
@@ -366,4 +365,4 @@ class Shares:
         """Makes `files` of the checkpoint `earlier` a part of the checkpoint `stem`, too."""
         for file in files:
             name = Path(file).name
-            shardfiles.share(self._folder(earlier) / name, self._folder(stem) / name)
+            shardfile.share(self._folder(earlier) / name, self._folder(stem) / name)

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from rolecall import Rows, UsageError
 from rolecall.jobs.hybrid import HybridSettings
-from rolecall.jobs.hybrid.hashed_filter import Filter
-from rolecall.jobs.hybrid.hashed_ids import Ids, initial, mix, owners
+from rolecall.jobs.hybrid.hashed_ids import Filter, Ids, initial, mix, owners
 from rolecall.jobs.hybrid.hashed_map import SlotMap
 from rolecall.jobs.hybrid.hashed_saved import columns, sinks
 from rolecall.jobs.hybrid.table import Bags, Plan, Table

@@ -11,13 +11,13 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 # lines of Python in each folder; a comment says why one was raised
 ROOMS = {
     "rolecall": 2010,
-    "rolecall/checkpoint": 2010,
+    "rolecall/checkpoint": 1990,
     "rolecall/context": 3080,
     "rolecall/declare": 1530,
     "rolecall/export": 970,
     "rolecall/gang": 1990,
     "rolecall/jobs": 90,
-    "rolecall/jobs/hybrid": 2990,
+    "rolecall/jobs/hybrid": 2980,
     "rolecall/jobs/ps": 2730,
     "rolecall/jobs/rl": 4560,
     "rolecall/jobs/rnn": 1100,

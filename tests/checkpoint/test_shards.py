@@ -467,14 +467,14 @@ def test_a_read_that_is_under_way_when_its_generation_ends_stops_before_the_next
     first.save(1)
     snapshot, (share,) = checkpoint.read(checkpoint.newest_first(tmp_path)[0], "pi"), Gang(tmp_path, 1).shares
     files, reads, goes_on = snapshot.shards["model"], threading.Event(), threading.Event()
-    reader = shards.shardfile.reader
+    read_piece = shards.shardfile.read_piece
 
-    def slow(path: Path) -> Any:
+    def slow(path: Path, place: int, length: int) -> Tensor:
         reads.set()
         assert goes_on.wait(60)
-        return reader(path)
+        return read_piece(path, place, length)
 
-    monkeypatch.setattr(shards.shardfile, "reader", slow)
+    monkeypatch.setattr(shards.shardfile, "read_piece", slow)
     with ThreadPoolExecutor(2) as pool:
         old = pool.submit(share.load, snapshot.path.stem, files)
         assert reads.wait(60)

@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -49,7 +50,8 @@ NUMBERS = "@rows"  # the column, int32, with the numbers of the rows in a file
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Shapes = dict[str, tuple[int, ...]]  # of whole tensors, by name
 NO_COPY = (errno.ENOENT, errno.ENOSPC)  # errors of a link that a copy would meet too
-Read = Callable[[int, int], Tensor]  # the bytes [length] uint8 from a place on
+# asks for the bytes [length] uint8 from a place on; what it returns waits for them
+Read = Callable[[int, int], Callable[[], Tensor]]
 Write = Callable[[int, Tensor], None]  # the bytes [length] uint8 to a place
 
 
@@ -259,25 +261,24 @@ def _aligned(size: int) -> Tensor:
 
 
 def blocks(file: ShardFile, read: Read) -> Iterator[tuple[str, int, Tensor]]:
-    """The rows in `file`, some at a time, read one block ahead: the column's name, the first one's number in the file,
-    and the values [rows, ...]. Raises ShardError, at the latest after the last ones, if it is not the file that was
-    written.
+    """The rows in `file`, some at a time, asked for one block ahead: the column's name, the first one's number in the
+    file, and the values [rows, ...]. Raises ShardError, at the latest after the last ones, if it is not the file that
+    was written.
     """
     digest, pieces = xxhash.xxh3_128(), _pieces(file)
-    with ThreadPoolExecutor(1) as thread:
-        ahead = deque((piece, thread.submit(read, *piece[2:])) for piece in islice(pieces, 2))
-        while ahead:
-            (name, begin, place, length), reading = ahead.popleft()
-            data = reading.result()
-            if len(data) != length:
-                raise ShardError(f"{file.name} is torn: {place + len(data)} bytes of {file.length}")
-            digest.update(_view(data))
-            ahead.extend((piece, thread.submit(read, *piece[2:])) for piece in islice(pieces, 1))
-            if name:
-                column = file.columns[name]
-                yield name, begin, data.view(DTYPES[column.dtype]).view(-1, *column.shape[1:])
-            elif bytes(data.numpy()) != header(file.columns):
-                raise ShardError(f"{file.name} is corrupt: its header is another")
+    ahead = deque((piece, read(*piece[2:])) for piece in islice(pieces, 2))
+    while ahead:
+        (name, begin, place, length), wait = ahead.popleft()
+        data = wait()
+        if len(data) != length:
+            raise ShardError(f"{file.name} is torn: {place + len(data)} bytes of {file.length}")
+        digest.update(_view(data))
+        ahead.extend((piece, read(*piece[2:])) for piece in islice(pieces, 1))
+        if name:
+            column = file.columns[name]
+            yield name, begin, data.view(DTYPES[column.dtype]).view(-1, *column.shape[1:])
+        elif bytes(data.numpy()) != header(file.columns):
+            raise ShardError(f"{file.name} is corrupt: its header is another")
     if digest.hexdigest() != file.checksum:
         raise ShardError(f"{file.name} is corrupt: its checksum does not match")
 
@@ -295,22 +296,23 @@ def _pieces(file: ShardFile) -> Iterator[tuple[str, int, int, int]]:
             place += length
 
 
+def read_piece(path: Path, place: int, length: int) -> Tensor:
+    """The bytes [length] uint8 from `place` on of the file at `path`, fewer at its end. Raises ShardError."""
+    data = torch.empty(length, dtype=torch.uint8)
+    view, got = _view(data), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(place)
+            while got < length and (count := file.readinto(view[got:])):
+                got += count
+    except OSError as error:
+        raise ShardError(f"{path.name} cannot be read: {error.strerror}") from error
+    return data[:got]
+
+
 def reader(path: Path) -> Read:
-    """Reads from the file at `path`. Raises ShardError if that is impossible."""
-
-    def read(place: int, length: int) -> Tensor:
-        data = torch.empty(length, dtype=torch.uint8)
-        view, got = _view(data), 0
-        try:
-            with path.open("rb", buffering=0) as file:
-                file.seek(place)
-                while got < length and (count := file.readinto(view[got:])):
-                    got += count
-        except OSError as error:
-            raise ShardError(f"{path.name} cannot be read: {error.strerror}") from error
-        return data[:got]
-
-    return read
+    """Reads the file at `path`, as `read_piece` does."""
+    return lambda place, length: partial(read_piece, path, place, length)
 
 
 # ---- the files of a share
@@ -373,7 +375,7 @@ def _numbers(file: ShardFile, read: Read) -> Tensor | None:
         if name == NUMBERS:
             break
         place += column.bytes
-    data = read(place, column.bytes)
+    data = read(place, column.bytes)()
     if len(data) != column.bytes:
         raise ShardError(f"{file.name} is torn: {place + len(data)} bytes of {file.length}")
     return data.view(torch.int32)

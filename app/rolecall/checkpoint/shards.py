@@ -27,7 +27,8 @@ from rolecall.errors import CallError, RemoteError, UsageError
 from rolecall.record import rundir
 
 NewFile = tuple[str, dict[str, Column], Iterable[Tensor]]  # a file: its name, its columns, their bytes
-Disk = Callable[..., Any]  # calls a method of `Shares` where a checkpoint's files are
+Ask = Callable[..., Callable[[], Any]]  # calls a method of `Shares`; what it returns waits for the answer
+Disk = Callable[..., Any]  # the answer of a method of `Shares` where a checkpoint's files are
 POLL_SECONDS = 0.5  # that a call waits for the files of a share
 SHARE_SECONDS = 600.0  # that a call waits for its share
 
@@ -208,13 +209,13 @@ class Share:
             here = (self._directory / order.stem).is_dir()
             if here and rundir.read_generation(self._directory.parent).number > order.generation:
                 raise ShardError(f"generation {order.generation} is over: nothing written")
-            disk = self._disk(order.stem, here)
+            ask = self._asker(order.stem, here)
 
-            def count(method: Callable[..., Any], *args: Any) -> Any:
+            def disk(method: Callable[..., Any], *args: Any) -> Any:
                 writing.done += 1
-                return disk(method, *args)
+                return ask(method, *args)()
 
-            answer = Written(self._write(order, capture, count), capture.stalled)
+            answer = Written(self._write(order, capture, disk), capture.stalled)
         except Exception as error:  # whatever it is, the training goes on
             known = isinstance(error, ShardError | CaptureError | UsageError | CallError)
             if not known:
@@ -226,19 +227,21 @@ class Share:
             self._capture = None
         writing.answer.set_result(answer)
 
-    def _disk(self, stem: str, here: bool) -> Disk:
-        """Calls methods of `Shares` for files of the checkpoint `stem`, here or at rank 0. Raises ShardError."""
+    def _asker(self, stem: str, here: bool) -> Ask:
+        """Calls methods of `Shares` for files of the checkpoint `stem`, here or at rank 0. Returns functions that wait
+        for the answers, and raise ShardError.
+        """
         if here:
-            return lambda method, *args: method(self.context.shares, stem, *args)
+            return lambda method, *args: partial(method, self.context.shares, stem, *args)
         calls = self.context.internal_calls.options(timeout=self.settings.phase_timeout)
 
-        def ask(method: Callable[..., Any], *args: Any) -> Any:
+        def wait(answer: Future[Any]) -> Any:
             try:
-                return calls.call(self.context.rank0, method, stem, *args).result()
+                return answer.result()
             except RemoteError as error:
                 raise ShardError(str(error)) from error
 
-        return ask
+        return lambda method, *args: partial(wait, calls.call(self.context.rank0, method, stem, *args))
 
     def _write(self, order: Order, capture: Capture, disk: Disk) -> list[ShardFile]:
         """Writes the captured rows. Returns all files of the share in this checkpoint."""
@@ -280,13 +283,15 @@ class Share:
         for file in files:
             if not shardfile.overlaps(file, targets):
                 continue
-            disk = self._disk(stem, shardfile.is_held(self._directory / stem, file))
+            ask = self._asker(stem, shardfile.is_held(self._directory / stem, file))
 
-            def read(place: int, length: int, name: str = file.name, disk: Disk = disk) -> Tensor:
+            def wait(answer: Callable[[], Tensor]) -> Tensor:
                 if resets != self._resets:
                     raise ShardError("the generation has ended")
-                piece: Tensor = disk(Shares.read_piece, name, place, length)
-                return piece
+                return answer()
+
+            def read(place: int, length: int, name: str = file.name, ask: Ask = ask) -> Callable[[], Tensor]:
+                return partial(wait, ask(Shares.read_piece, name, place, length))
 
             shardfile.fill(file, read, targets)
 
@@ -348,7 +353,7 @@ class Shares:
     @remote
     def read_piece(self, stem: str, file: str, place: int, length: int) -> Tensor:
         """Bytes of a file of the checkpoint `stem`."""
-        return shardfile.reader(self._folder(stem) / Path(file).name)(place, length)
+        return shardfile.read_piece(self._folder(stem) / Path(file).name, place, length)
 
     @remote
     def write_piece(self, stem: str, file: str, place: int, data: Tensor) -> None:

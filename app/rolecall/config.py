@@ -96,11 +96,6 @@ class Settings(BaseSettings):
         description="resume from the newest checkpoint; 0: move an earlier run's checkpoints aside and start a new run",
     )
     checkpoint_interval: Seconds = Field(30.0, description="seconds between checkpoints")
-    checkpoint_shards: Literal["auto", "direct", "stream"] = Field(
-        "auto",
-        description="who writes shards: direct: each rank its own, to its CHECKPOINT_DIR; stream: rank 0, from what "
-        "the others send; auto: direct for ranks that see rank 0's directory, stream for the others",
-    )
     checkpoint_keep: int = Field(3, ge=1, le=1000, description="number of checkpoints to keep")
     on_finish: Literal["exit", "linger"] = Field(
         "exit", description="after the job: exit, or stay up and serve metrics (for pods that are always restarted)"

@@ -10,14 +10,14 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 
 # lines of Python in each folder; a comment says why one was raised
 ROOMS = {
-    "rolecall": 1990,
-    "rolecall/checkpoint": 2270,
+    "rolecall": 1980,
+    "rolecall/checkpoint": 1990,
     "rolecall/context": 3080,
     "rolecall/declare": 1530,
     "rolecall/export": 910,
     "rolecall/gang": 1990,
     "rolecall/jobs": 90,
-    "rolecall/jobs/hybrid": 3160,
+    "rolecall/jobs/hybrid": 2980,
     "rolecall/jobs/ps": 2520,
     "rolecall/jobs/rl": 4230,
     "rolecall/jobs/rnn": 1050,
@@ -38,7 +38,7 @@ ROOMS = {
     "rolecall/wire": 3050,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 51650, "bench": 9120, "tools": 2030, "docs": 47000}
+TOTALS = {"tests": 51450, "bench": 9120, "tools": 2030, "docs": 47000}
 
 
 def lines(path: Path) -> int:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rolecall.checkpoint import checkpoint
-from rolecall.jobs.hybrid import HybridSettings, data, tables
+from rolecall.jobs.hybrid import HybridSettings, data
 from rolecall.jobs.hybrid.hashed import HashedTable
-from rolecall.jobs.hybrid.model import LocalModel, build_dense, build_optimizer
+from rolecall.jobs.hybrid.model import LocalModel, build_dense, build_optimizer, load_table
 from tests.integration.cluster import ENDLESS, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
@@ -142,7 +142,7 @@ def test_an_interrupted_hashed_table_has_the_ids_and_rows_of_an_uninterrupted_on
     columns = finished(job).state["embeddings"]
     expected = hashed_in_one_process(settings(**changes))
     for ordinal, table in enumerate(expected):
-        saved = tables.load(
+        saved = load_table(
             settings(**changes),
             {name: values for name, values in columns.items() if name.startswith(f"{ordinal}of") or name == "filter"},
             table.step,

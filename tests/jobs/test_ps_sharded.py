@@ -50,15 +50,13 @@ class Job(Gang):
         return {name: [rows[name].copy(0, len(rows[name])) for rows in shares] for name in shares[0]}
 
 
-@pytest.mark.parametrize(
-    ("mode", "chosen"), [("direct", CHOSEN[0]), ("stream", CHOSEN[1]), ("stream", CHOSEN[2])], ids=str
-)
+@pytest.mark.parametrize("chosen", CHOSEN, ids=str)
 def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: dict[str, Any], mode: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: dict[str, Any]
 ) -> None:
     """Updates go on while the checkpoint is written."""
     monkeypatch.setattr(capture.Capture.__init__, "__defaults__", (0.2, 2**16, 0, 2**20))  # copies nothing at once
-    first = Job(tmp_path, 2, checkpoint_shards=mode, **chosen)
+    first = Job(tmp_path, 2, **chosen)
     first.restore()
     for version in (1, 2):
         first.step(version)
@@ -68,7 +66,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     for version in (3, 4):
         first.step(version)
     assert first.context.training.require_saver().wait(60)
-    second = Job(tmp_path, 2, checkpoint_shards=mode, **chosen)
+    second = Job(tmp_path, 2, **chosen)
     second.restore()
     torch.testing.assert_close(second.state(), saved, rtol=0, atol=0)
     assert torch.equal(second.whole.buffers[0], torch.arange(3))

@@ -83,7 +83,7 @@ class Context(Calls, Generic[S]):
         )
         super().__init__(self.group)  # calls without options
         self.internal_calls = Calls(self.group, internal=True)
-        self.shares = Shares()
+        self.shares = Shares(settings.checkpoint_dir / rundir.SHARDS)
         self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)
         self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
         self.services = Services(self.group, self.progress, lambda: int(self.torch.start_store()))

@@ -84,9 +84,6 @@ class Training:
     def _load(self, snapshot: Snapshot, state: State) -> None:
         for name, value in state.items():
             if name not in snapshot.state:
-                if "done" not in snapshot.about:  # of format 1, when jobs named their values otherwise
-                    problem = f"{snapshot.path.name}: was written by an earlier version, without {name}"
-                    raise UsageError(f"{problem}; finish the run with that version, or set another CHECKPOINT_DIR")
                 self.logger.warning("the checkpoint lacks a value, which begins anew", value=name)
             elif is_stateful(value):
                 advice = "restore what the job was trained with, or set another CHECKPOINT_DIR"

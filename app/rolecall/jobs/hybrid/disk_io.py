@@ -1,4 +1,4 @@
-"""Many small reads of a file at once."""
+"""Reads and writes of a file by blocks: many small reads at once, past the page cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,38 +22,16 @@ THREADS = 16  # that read if the kernel has no asynchronous reads
 WAIT = 60.0  # seconds for DEPTH reads
 # Linux's system calls io_setup, io_destroy, io_getevents and io_submit
 CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
-# Linux's aio_abi.h: struct iocb, whose operation 0 is a read at an offset, and struct io_event
+# Linux's aio_abi.h: what is used of struct iocb, whose operation 0 is a read, and of struct io_event
 REQUEST = np.dtype(
-    [
-        ("data", "u8"),
-        ("key", "u4"),
-        ("flags", "u4"),
-        ("operation", "u2"),
-        ("priority", "i2"),
-        ("file", "u4"),
-        ("buffer", "u8"),
-        ("size", "u8"),
-        ("offset", "i8"),
-        ("reserved", "u8"),
-        ("event_flags", "u4"),
-        ("event_file", "u4"),
-    ]
+    {
+        "names": ["file", "buffer", "size", "offset"],
+        "formats": ["u4", "u8", "u8", "i8"],
+        "offsets": [20, 24, 32, 40],
+        "itemsize": 64,
+    }
 )
-EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("second", "i8")])
-
-
-class Reads(Protocol):
-    """Reads pieces of `size` bytes, at most `depth` at once. One thread at a time may call."""
-
-    depth: int
-
-    def read(self, offsets: np.ndarray) -> Tensor:
-        """The pieces [n, size] uint8 at `offsets` [n] int64, valid until the next call. Raises OSError; TimeoutError
-        if the disk hangs.
-        """
-
-    def close(self) -> None:
-        """Gives back what it has of the system."""
+EVENT = np.dtype({"names": ["result"], "formats": ["i8"], "offsets": [16], "itemsize": 32})
 
 
 def aligned(size: int) -> Tensor:
@@ -66,26 +44,21 @@ def depth_of(size: int) -> int:
     return max(1, min(DEPTH, DEPTH_BYTES // size))
 
 
-def bytes_of(memory: Tensor) -> memoryview:
-    """The bytes of `memory` [n] uint8, to be read and written."""
-    array: Any = memory.numpy()
-    return memoryview(array)
-
-
 def hangs() -> TimeoutError:
     """The error of a disk that does not answer."""
     return TimeoutError(f"TABLE_DIR: no row was read for {WAIT:g} s; is its disk hanging?")
 
 
 class KernelReads:
-    """`Reads` of a file that was opened with O_DIRECT, by Linux's asynchronous I/O: a system call begins all of them,
-    and another waits. Threads would take five times the processor time, and the interpreter's lock twice for each read.
+    """Reads pieces of `size` bytes, at most `depth` at once, of a file that was opened with O_DIRECT, by Linux's
+    asynchronous I/O: a system call begins all of them, and another waits. Threads would take five times the processor
+    time, and the interpreter's lock twice for each read. One thread at a time may call.
 
     Raises OSError if the kernel has none.
     """
 
     def __init__(self, file: int, size: int) -> None:
-        if platform.system() != "Linux" or platform.machine() not in CALLS:
+        if platform.machine() not in CALLS:
             raise OSError(errno.ENOSYS, "no asynchronous I/O")
         self._setup, self._destroy, self._getevents, self._submit = CALLS[platform.machine()]
         self._call: Any = ctypes.CDLL(None, use_errno=True).syscall
@@ -108,7 +81,9 @@ class KernelReads:
         return result
 
     def read(self, offsets: np.ndarray) -> Tensor:
-        """See `Reads.read`."""
+        """The pieces [n, size] uint8 at `offsets` [n] int64, valid until the next call. Raises OSError; TimeoutError
+        if the disk hangs.
+        """
         if self._problem:
             raise self._problem
         count = len(offsets)
@@ -145,53 +120,52 @@ class KernelReads:
                 continue
 
     def close(self) -> None:
-        """See `Reads.close`."""
+        """Gives back what it has of the kernel."""
         if not self._problem:
             self._checked(self._destroy, self._context.value)
 
 
 class ThreadReads:
-    """`Reads` by threads, of any file."""
+    """As `KernelReads`, by threads, of any file."""
 
     def __init__(self, file: int, size: int) -> None:
         self._file, self._size, self.depth = file, size, depth_of(size)
         self._pool = ThreadPoolExecutor(THREADS)
 
     def read(self, offsets: np.ndarray) -> Tensor:
-        """See `Reads.read`."""
+        """The pieces at `offsets`, as of `KernelReads`."""
         places = offsets.tolist()
         # anew each time: after an error, threads may still write to it
         pieces = aligned(max(1, len(places)) * self._size).view(-1, self._size)[: len(places)]
-        views = [bytes_of(piece) for piece in pieces]
 
         def read(first: int) -> None:
             for number in range(first, len(places), THREADS):
-                read_fully(self._file, views[number], places[number])
+                read_fully(self._file, pieces[number], places[number])
 
         try:
             list(self._pool.map(read, range(min(THREADS, len(places))), timeout=WAIT))
         except FutureTimeoutError as error:
-            self.close()
-            self._pool = ThreadPoolExecutor(THREADS)  # the other's threads may hang for long
             raise hangs() from error
         return pieces
 
     def close(self) -> None:
-        """See `Reads.close`."""
+        """Ends the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def read_fully(file: int, view: memoryview, offset: int) -> None:
-    """Fills `view` with what `file` has at `offset`. Raises OSError."""
-    _fully(os.preadv, "read", file, view, offset)
+def read_fully(file: int, memory: Tensor, offset: int) -> None:
+    """Fills `memory` [n] uint8 with what `file` has at `offset`. Raises OSError."""
+    _fully(os.preadv, "read", file, memory, offset)
 
 
-def write_fully(file: int, view: memoryview, offset: int) -> None:
-    """Writes `view` to `file` at `offset`. Raises OSError."""
-    _fully(os.pwritev, "written", file, view, offset)
+def write_fully(file: int, memory: Tensor, offset: int) -> None:
+    """Writes `memory` [n] uint8 to `file` at `offset`. Raises OSError."""
+    _fully(os.pwritev, "written", file, memory, offset)
 
 
-def _fully(transfer: Callable[[int, Any, int], int], what: str, file: int, view: memoryview, offset: int) -> None:
+def _fully(transfer: Callable[[int, Any, int], int], what: str, file: int, memory: Tensor, offset: int) -> None:
+    array: Any = memory.numpy()
+    view = memoryview(array)
     while len(view):
         try:
             count = transfer(file, [view], offset)

@@ -265,7 +265,7 @@ def one_hot(gauge: Any, states: Iterable[str], state: str) -> None:
         gauge.labels(name).set(name == state)
 
 
-def begin(counter: Any, values: Iterable[str]) -> None:
+def init_labels(counter: Any, values: Iterable[str]) -> None:
     """Starts a counter with one label at 0 for each of `values`: one that first appears as 1 shows no increase."""
     for value in values:
         counter.labels(value)

@@ -16,20 +16,19 @@ from rolecall.gang.protocol import RoleSpec
 from rolecall.observe.page import render, state
 from rolecall.observe.page.rates import Rates
 from rolecall.observe.page.state import GangView, Titles
-from rolecall.record.history import History
+from rolecall.record.history import History, Point, Start
+from tests.record.histories import ended
 
 EVIL = "</script><script>alert(1)</script><img src=https://evil.example/x onerror=alert(2)>&\"'\u2028<!--{{policy}}"
 
 
 def shown(text: str = EVIL) -> dict[str, Any]:
     """A state in which everything that a job can name is `text`."""
-    run = History()
-    run.record([("start", 0, 0.0, 1), ("score", 1, 1.0, 2.0)])
-    run.end_generation("failed", 1, text)
+    run = History([Start(1, 0), Point("score", 1, 2.0, 1.0), Point(text, 1, 1.0, 1.0), ended("failed", 1, text)])
     titles = Titles(text, text, text, text, version=text)
     gang = GangView("failed", text, missing=(text,))
     counted = Rates()
-    counters = {"queues": {text: {"size": 1}}, "weights": {text: {"version": 1}}, "logged": {text: 1}}
+    counters = {"queues": {text: {"size": 1}}, "weights": {text: {"version": 1}}}
     counted.take(
         {("lead", 0): {"started": 1, "at": 1, "methods": {}, "values": {}, "log": [], **counters}}, [("lead", 0)]
     )

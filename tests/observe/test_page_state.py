@@ -21,8 +21,7 @@ from rolecall.observe.page.rates import Rates, quantile
 from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.rank import stats
 from rolecall.rank.queries import Replies
-from rolecall.record import history
-from rolecall.record.history import History
+from rolecall.record.history import Event, Goal, History, Point, Start
 from tests.record import histories
 
 ROLES = (RoleSpec("agent", 1, 1, 1, elastic=False), RoleSpec("observer", 3, 1, 8, elastic=True))
@@ -37,13 +36,12 @@ def works(generation: int = 2, **values: Any) -> MemberView:
 
 def trained() -> History:
     """Two generations: an observer was lost in the first, which a kill of rank 0's worker ended."""
-    run = History()
-    run.record([("start", 0, 0.0, 1), ("train", 0, 1.0, 0), ("goal", 0, 1.0, 475.0)])
-    run.record([("score", step, 1.0 + step, float(step)) for step in range(1, 11)])
-    run.lose_rank("killed", 1, "the worker of observer_1 ended: killed")
-    run.end_generation("crashed", 1, "agent_0: Traceback\nValueError: <b>broken</b>")
-    run.record([("start", 8, 100.0, 2), ("train", 8, 101.0, 0), ("score", 12, 105.0, 12.0), ("loss", 12, 105.0, 0.5)])
-    return run
+    run = histories.journal()
+    run.record([Start(1, 0), Goal(475.0), *(Point("score", step, float(step), step) for step in range(1, 11))])
+    run.happened("lost", 1, "killed", "the worker of observer_1 ended: killed")
+    run.happened("ended", 1, "crashed", "agent_0: Traceback\nValueError: <b>broken</b>")
+    run.record([Start(2, 8), Point("score", 12, 12.0, 4.0), Point("loss", 12, 0.5, 4.0), Point("age", 12, 1.5, 4.0)])
+    return run.history
 
 
 def shown(gang: GangView, run: History | None = None, counted: Rates | None = None, **values: Any) -> dict[str, Any]:
@@ -154,8 +152,8 @@ def test_generations_say_why_they_ended() -> None:
 
 def test_generations_have_joins_and_stays() -> None:
     run = trained()
-    run.keep_workers(1, 2)
-    run.add_ranks(2, 2, "observer_1-2")
+    for event in (Event("stayed", 2), Event("joined", 2, reason="observer_1-2", count=2)):
+        run.add(event)
     state = shown(GangView("running", number=2), run)
     first, second = state["generations"]
     assert (first["joined"], first["stayed"]) == ([], 0)
@@ -165,14 +163,8 @@ def test_generations_have_joins_and_stays() -> None:
 
 
 def test_untrained_and_killed_generations_are_listed() -> None:
-    run = History()
-    run.end_generation("failed", 1, "agent_0: ImportError")
-    run.record([("start", 0, 0.0, 2)])
-    again = History()
-    for row in histories.rows(run):
-        again.add(row)
-    again.record([("start", 5, 9.0, 3)])
-    rows = state.generations(again)
+    run = History([Event("ended", 1, "failed", "agent_0: ImportError"), Start(2, 0), Start(3, 5, 9.0, "restarted")])
+    rows = state.generations(run)
     assert [(row["number"], row["began"] is None, row["cause"]) for row in rows] == [
         (1, True, "failed"),
         (2, False, "restarted"),
@@ -194,8 +186,8 @@ def test_the_state_has_what_the_page_shows() -> None:
 
 
 def test_a_long_curve_keeps_its_ends_and_its_newest_point() -> None:
-    points = [history.Point(step, step / 10, 1 / 3) for step in range(1, 5001)]
-    newest = history.Point(5003, 501.0, 7.0)
+    points = [Point("score", step, 1 / 3, step / 10) for step in range(1, 5001)]
+    newest = Point("score", 5003, 7.0, 501.0)
     thinned = state.thin(points, newest)
     assert len(thinned) == state.MAX_POINTS + 1
     assert [point[0] for point in thinned[:1] + thinned[-2:]] == [1, 5000, 5003]
@@ -276,10 +268,7 @@ def test_weights_say_who_is_behind_and_what_was_saved() -> None:
 
 
 def test_values_that_the_job_logs_are_shown() -> None:
-    counted = Rates()
-    assert shown(GangView("running"), counted=counted)["logged"] == {}
-    take(counted, {AGENT: {**reply(1.0, 1), "logged": {"age": 1.5}}})
-    assert shown(GangView("running"), counted=counted)["logged"] == {"age": 1.5}
+    assert shown(GangView("running"))["logged"] == {"age": 1.5}
 
 
 CHANGES: list[dict[str, Any]] = [{"at": math.nan}, {"methods": {"act": {"buckets": [1]}}}, {"log": [1]}]
@@ -351,8 +340,6 @@ metrics.queue_items.labels("samples").inc(30)
 metrics.weights_version.labels("policy").set(5)
 metrics.weights_bytes.labels("policy").inc(100)
 metrics.weights_saved_bytes.labels("policy").inc(300)
-metrics.value.labels("age").set(1.5)
-metrics.value.labels("spoilt").set(float("nan"))
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
 
@@ -382,6 +369,5 @@ metrics.value.labels("spoilt").set(float("nan"))
     assert (report.values["step"], report.values["worker_starts"]) == (7.0, 3.0)
     assert report.queues == {"samples": rates.QueueCounters(depth=2.0, size=8.0, items=30.0)}
     assert report.weights == {"policy": rates.WeightsCounters(version=5.0, received=100.0, saved=300.0)}
-    assert report.logged == {"age": 1.5}
     (logged,) = report.log
     assert (logged.level, logged.text) == ("error", "broken <b> problem=disk\nTraceback\nOSError")

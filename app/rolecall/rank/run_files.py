@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,8 +28,7 @@ from rolecall.observe.page import render
 from rolecall.observe.sinks.build import build
 from rolecall.record import rundir
 from rolecall.record.disk import Disk
-from rolecall.record.history import Record
-from rolecall.record.journal import Journal
+from rolecall.record.history import Journal
 
 LOG_REPEAT_SECONDS = 10.0  # seconds between two equal log lines
 CLOSE_SECONDS = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
@@ -73,7 +72,6 @@ class RunFiles:
         self._logged_at = float("-inf")
         self._lock: FileLock | None = None
         self._lock_file: os.stat_result  # its file
-        self._trained = False  # by this process
         self._unsaved: list[str] = []  # of a finished job's result: what is not on disk
 
     async def open(self) -> dict[str, Any] | None:
@@ -111,7 +109,7 @@ class RunFiles:
                 f"delete {directory / rundir.DONE}",
                 directory=str(directory),
             )
-        self.journal = Journal(directory, self.disk)
+        self.journal = Journal(directory, self.disk, self._complain)
         # a new run also finds out, before training, whether the directory can be written
         must = persisted.number == 0 or not settings.resume
         self._write_generation(persisted.number, persisted.members, persisted.budget, must)
@@ -236,11 +234,9 @@ class RunFiles:
         self.persisted = persisted
         return True
 
-    def record(self, records: Sequence[Record]) -> None:
-        """Adds the records that rank 0's worker sends to the run's history."""
-        self._trained = True
-        self.journal.add(self.journal.history.record(records))
-        self.sinks.record(records)
+    def _complain(self, problem: str) -> None:
+        file = str(self.directory / rundir.HISTORY)
+        self.log.warning("the run's history cannot be written; training continues", file=file, problem=problem)
 
     async def report(self, gang: Gang, code: int, page: Page | None = None) -> int:
         """Writes the summary and the `page` of a run that ends with `code`. Returns the exit
@@ -259,14 +255,14 @@ class RunFiles:
             async with asyncio.timeout(SAVE_RETRY_SECONDS if finished else CLOSE_SECONDS):
                 # nor for one that finished and was reported before
                 if (
-                    not self._trained
+                    not self.journal.trained
                     and not self._unsaved
                     and (not over or await self.disk.run(self._is_reported, state))
                 ):
                     return code
                 summary = None
                 if trained:
-                    self.journal.add(history.close())
+                    self.journal.finish()
                     job, settings = self.job, report.settings_of(self.settings, self.job.settings)
                     summary = report.summary(
                         job.name,

@@ -23,12 +23,11 @@ from rolecall.telemetry import PREFIX, WorkerFiles
 # names of samples, without the prefix
 BUCKETS, CALLEE = "rpc_latency_seconds_bucket", "rpc_callee"
 # of rank 0
-VALUES = ("step", "epoch", "done_total", "left_seconds", "loss", "score")
+VALUES = ("step", "done_total", "left_seconds")
 COUNTS = ("rpc_calls_total", "rpc_failures_total", "rpc_sent_bytes_total", "rpc_received_bytes_total")
 # of a queue, and of weights; each is a field of QueueCounters or WeightsCounters
 QUEUE = {"queue_depth": "depth", "queue_size": "size", "queue_items_total": "items"}
 WEIGHTS = {"weights_version": "version", "weights_bytes_total": "received", "weights_saved_bytes_total": "saved"}
-LOGGED = "value"  # by the job, at rank 0
 MAX_TRACEBACK_CHARACTERS = 1500
 HIDDEN_FIELDS = ("event", "level", "timestamp", "exception", "exc_info", "role", "ordinal")
 
@@ -50,7 +49,6 @@ async def read(workers: WorkerManager, started: float) -> Stats:
         log=events(),
         queues=of_workers.queues,
         weights=of_workers.weights,
-        logged=of_workers.logged,
     )
 
 
@@ -61,7 +59,6 @@ class WorkerStats(NamedTuple):
     values: dict[str, float]
     queues: dict[str, QueueCounters]
     weights: dict[str, WeightsCounters]
-    logged: dict[str, float]
 
 
 def of_files(files: WorkerFiles) -> WorkerStats:
@@ -70,15 +67,12 @@ def of_files(files: WorkerFiles) -> WorkerStats:
     roles, buckets = defaultdict[str, list[str]](list), defaultdict[str, dict[float, float]](dict)
     queues, weights = defaultdict[str, dict[str, float]](dict), defaultdict[str, dict[str, float]](dict)
     values: dict[str, float] = {}
-    logged: dict[str, float] = {}
     for sample in (sample for family in files.collect() for sample in family.samples):
         name, labels = sample.name.removeprefix(PREFIX), sample.labels
         if not math.isfinite(sample.value):  # JSON has no others
             continue
         if name in VALUES:
             values[name] = sample.value
-        elif name == LOGGED:
-            logged[labels["name"]] = sample.value
         elif name in QUEUE:
             queues[labels["name"]][QUEUE[name]] = sample.value
         elif name in WEIGHTS:
@@ -101,7 +95,6 @@ def of_files(files: WorkerFiles) -> WorkerStats:
         values,
         {name: QueueCounters(**counters) for name, counters in queues.items()},
         {name: WeightsCounters(**counters) for name, counters in weights.items()},
-        logged,
     )
 
 

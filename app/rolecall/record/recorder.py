@@ -94,7 +94,7 @@ class Span:
         self.end(error if isinstance(error, Exception) else None)
 
 
-class Nothing:
+class NoopSpan:
     """A span while nothing is recorded."""
 
     def note(self, *_: object, **__: object) -> None:
@@ -106,7 +106,7 @@ class Nothing:
         return self
 
 
-NOTHING = Nothing()
+NOOP = NoopSpan()
 
 
 class Recorder:
@@ -196,9 +196,9 @@ class Recorder:
             parent, trace = above.id, above.trace
         return Span(self, name, kind, parent=parent or "", attributes=attributes, trace=trace)
 
-    def span(self, name: str, /, **attributes: Any) -> Span | Nothing:
+    def span(self, name: str, /, **attributes: Any) -> Span | NoopSpan:
         """A span for a `with` block, or nothing while nothing is recorded."""
-        return self.begin(name, **attributes) if self.on else NOTHING
+        return self.begin(name, **attributes) if self.on else NOOP
 
     def since(self, start: int, name: str, /, **attributes: Any) -> None:
         """A span from `start`, in monotonic ns, until now; while nothing is recorded, or of before that, none."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from rolecall.gang.protocol import ACTIVE, OVER, Key, RoleSpec, WorkerStatus, name_of
 from rolecall.observe.page.rates import LogEvent, Rates
-from rolecall.record.history import History, Point
+from rolecall.record.history import CURVES, History, Point
 
 FORM = 1  # version of the state: raised if the script of another version cannot show it
 MAX_POINTS = 300  # of a curve: a screen shows no more
@@ -98,7 +98,7 @@ def of_gang(
             "links": [asdict(link) for link in rates.links()],
             "queues": [asdict(queue) for queue in rates.queues()],
             "weights": [asdict(weights) for weights in rates.weights()],
-            "logged": report.logged if (report := rates.newest(rank0)) else {},
+            "logged": {name: point.value for name, point in history.last.items() if name not in CURVES},
             "errors": _errors((key, report.log) for key in keys if (report := rates.newest(key))),
         }
     )
@@ -124,7 +124,7 @@ def _errors(logs: Iterable[tuple[Key, Iterable[LogEvent]]]) -> list[dict[str, An
 def _common(
     titles: Titles, history: History, settings: Mapping[str, Any], now: float, summary: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    curves = {kind: thin(points, history.last.get(kind)) for kind, points in history.curves.items()}
+    curves = {name: thin(history.curves[name], history.last.get(name)) for name in ("score", "loss", "done")}
     spread = history.spread()
     low, high = thin([low for low, _ in spread]), thin([high for _, high in spread])
     return {

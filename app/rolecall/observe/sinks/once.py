@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rolecall.observe.sinks.points import Item, Point
+from rolecall.record.history import Point, Row
 
 STATE_FILE = "rolecall.json"
 MAX_POINTS = 1000  # in one call of the library
@@ -59,11 +59,11 @@ class OnceSink:
         """Ends the run; `results` are the values of the `summary` by dotted name, without settings."""
         raise NotImplementedError
 
-    def write(self, items: list[Item]) -> None:
+    def write(self, rows: list[Row]) -> None:
         """See `Sink`."""
         newest, points = dict(self.state.last), list[Point]()
-        for point in (Point(*rest) for kind, *rest in items if kind == "point"):
-            if point.step > newest.get(point.name, -1):
+        for point in rows:
+            if isinstance(point, Point) and point.step > newest.get(point.name, -1):
                 newest[point.name] = point.step
                 points.append(point)
         points.sort(key=lambda point: point.step)

@@ -40,7 +40,7 @@ PACKETS: dict[Any, list[Any]] = {  # the types that a reader decodes, and messag
         Answer("lead", Directive("failed", 0, 7, code=3, role="agent")),
     ],
     FromWorker: [
-        worker.Report(3, "saving", ROWS, (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)),
+        worker.Report(3, "saving", ROWS, (("ps_0", "pull", 2.0, 2),), FileWork("x", 1.0)),
         worker.Loaded(),
         worker.Connected(3, 1),
         worker.Detached(3, 1, "rank 0 is gone"),

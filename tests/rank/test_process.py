@@ -194,7 +194,7 @@ def pair() -> tuple[SupervisorEnd, Any]:
 
 ROW = Point("score", 3, 1.5, 2.0)
 SENT: list[messages.FromWorker] = [
-    messages.Report(3, "saving", (ROW,), (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)),
+    messages.Report(3, "saving", (ROW,), (("ps_0", "pull", 2.0, 2),), FileWork("x", 1.0)),
     messages.Result("failed", "x" * 300_000 + "\n", 7, {"a": [1.5], "b": None}),
 ]
 ORDERS: list[messages.ToWorker] = [messages.Drain(), messages.Attach(ATTACHMENT)]

@@ -8,5 +8,4 @@ pending_calls.py  The pending calls of a worker, which its heartbeats report to 
 recorder.py       Records the activity of a worker in a file of bounded size; `records` describes its lines
 records.py        The records of a trace: JSON arrays, one a line
 rundir.py         The files beside a run's checkpoints: the newest generation's number, DONE, FAILED
-stacks.py         Threads and their frames in a reply to the query "stacks": what a thread does and waits for
 """

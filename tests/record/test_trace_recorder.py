@@ -13,7 +13,7 @@ import pytest
 
 from rolecall.record import recorder as module
 from rolecall.record.recorder import NOOP, Recorder, under
-from rolecall.record.records import Process, SpanRecord, file_name, parse
+from rolecall.record.records import Beginning, Process, SpanRecord, file_name, parse
 
 ABOUT = {"job": "rl", "role": "ps", "ordinal": 1, "rank": 2, "generation": 3}
 
@@ -33,8 +33,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 def read(path: Path) -> tuple[Process, list[SpanRecord]]:
     first, *rest = map(parse, path.read_text().splitlines())
-    assert isinstance(first, Process)
-    return first, [span for span in rest if isinstance(span, SpanRecord)]
+    assert isinstance(first, Beginning)
+    return first.process, [span for span in rest if isinstance(span, SpanRecord)]
 
 
 def test_a_file_begins_with_its_process_and_holds_the_spans_that_ended(here: Recorder, tmp_path: Path) -> None:

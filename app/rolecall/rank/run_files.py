@@ -6,7 +6,7 @@ All of its work is done by one thread, in order: while the disk hangs, heartbeat
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -67,6 +67,7 @@ class RunFiles:
         self.journal: Journal
         self.disk = Disk(self.directory)
         self.failed: Verdict | None = None  # the verdict of an earlier run, which holds
+        self.summary: dict[str, Any] | None = None  # of a run that is over, once it is on disk
         values = report.settings_of(settings, job.settings)
         self.sinks = build(settings, job.name, values, job.secrets)
         self._logged_at = float("-inf")
@@ -254,12 +255,10 @@ class RunFiles:
         try:
             async with asyncio.timeout(SAVE_RETRY_SECONDS if finished else CLOSE_SECONDS):
                 # nor for one that finished and was reported before
-                if (
-                    not self.journal.trained
-                    and not self._unsaved
-                    and (not over or await self.disk.run(self._is_reported, state))
-                ):
-                    return code
+                if not self.journal.trained and not self._unsaved:
+                    self.summary = await self.disk.run(self._read_report, state) if over else None
+                    if self.summary or not over:
+                        return code
                 summary = None
                 if trained:
                     self.journal.finish()
@@ -283,6 +282,7 @@ class RunFiles:
                     if not finished:
                         raise OSError(problem)
                     await asyncio.sleep(RETRY_SECONDS)
+                self.summary = summary
                 if page and summary:
                     missing = rundir.PAGE
                     await self.disk.run(render.write, directory, page(summary))
@@ -329,13 +329,14 @@ class RunFiles:
     def _is_saved(self, name: str) -> None:
         self._unsaved = [lost for lost in self._unsaved if lost != name]
 
-    def _is_reported(self, state: str) -> bool:
-        """Whether the report of a run that ended in `state` is there, not that of an earlier one."""
-        try:
-            summary = json.loads((self.directory / rundir.SUMMARY).read_text())
-            return bool(summary["state"] == state) and (self.directory / rundir.PAGE).exists()
-        except (OSError, ValueError, KeyError, TypeError):
-            return False  # it is written again
+    def _read_report(self, state: str) -> dict[str, Any] | None:
+        """The summary of a run that ended in `state`, if its report is there, and not that of an earlier one. Otherwise
+        it is written again."""
+        summary = None
+        with contextlib.suppress(OSError):
+            summary = rundir.read_summary(self.directory)
+        is_there = summary and summary.get("state") == state and (self.directory / rundir.PAGE).exists()
+        return summary if is_there else None
 
     async def close(self, ended: Budget | None) -> None:
         """Releases the directory; `ended` is what was spent without progress in a run that ended in order. While a

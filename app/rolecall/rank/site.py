@@ -6,7 +6,6 @@ Like the metrics, it needs no authentication. Ranks are queried for statistics o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from typing import Any
@@ -25,7 +24,6 @@ from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.observe.stacks import stack_report
 from rolecall.rank import tasks
 from rolecall.rank.coordinator import Coordinator
-from rolecall.record import rundir
 
 MAX_WATCHERS = 32
 EVENT_SECONDS = 1.0  # seconds between two events
@@ -55,7 +53,6 @@ class Site:
         self._sections: Sections = {}
         self._news = asyncio.Event()  # replaced with each new state
         self._loops = dict[str, asyncio.Task[None]]()
-        self._summary: dict[str, Any] | None = None
         self._closing = False
         self._recent: tuple[float, dict[str, Any]] | None = None  # a state, and when it was built
 
@@ -83,9 +80,6 @@ class Site:
         self._closing = True
         await tasks.cancel(self._loops.values())
         if self._watchers and self.coordinator:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await self._read_summary()
             self._publish()
             await asyncio.wait(self._watchers, timeout=CLOSE_SECONDS)
         await tasks.cancel({*self._watchers})
@@ -120,7 +114,7 @@ class Site:
             self.rates,
             settings=self._values,
             now=time.time(),
-            summary=self._summary,
+            summary=self.coordinator.files.summary,
         )
 
     def _shared(self) -> dict[str, Any]:
@@ -169,9 +163,7 @@ class Site:
     async def _ask_forever(self) -> None:
         assert self.coordinator is not None
         while self._watched:
-            if self.coordinator.gang.state in OVER:
-                await self._read_summary()
-            else:
+            if self.coordinator.gang.state not in OVER:
                 here = sorted(self.coordinator.gang.members)
                 self._asked = self._asked if self._asked < len(here) else 0
                 some = here[self._asked : self._asked + MAX_RANKS_PER_QUERY]
@@ -180,17 +172,6 @@ class Site:
                     await self.coordinator.queries.ask(ReadStats(), to=some, timeout=STATS_SECONDS), set(here)
                 )
             await asyncio.sleep(STATS_SECONDS)
-
-    async def _read_summary(self) -> None:
-        """Reads how the run went, once that is on disk."""
-        assert self.coordinator is not None
-        if self._summary is None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there yet
-                path, history = self.settings.checkpoint_dir / rundir.SUMMARY, self.coordinator.files.journal.history
-                summary = dict(json.loads(await self.coordinator.files.disk.run(path.read_text)))
-                # not that of an earlier end
-                if (summary["state"], summary["generations"]) == (self.coordinator.gang.state, history.generations):
-                    self._summary = summary
 
     # ---- requests
 

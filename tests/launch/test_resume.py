@@ -361,7 +361,7 @@ async def test_a_run_whose_lock_file_is_gone_writes_nothing_over_that_of_a_secon
     async with rank_0(tmp_path, resume=True) as lead:
         (tmp_path / COORDINATOR_LOCK).unlink()
         rundir.lock(tmp_path, COORDINATOR_LOCK, 0).release()
-        rundir.write_generation(tmp_path, Persisted(7, "ps"))
+        rundir.write_generation(tmp_path, Persisted(7, "ps", ()))
         with pytest.raises(UsageError, match="replaced"):
             await lead.files.persist(effect)
     assert rundir.read_generation(tmp_path).number == 7

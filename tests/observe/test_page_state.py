@@ -7,18 +7,20 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rolecall import telemetry
+from rolecall.declare import describe
 from rolecall.gang.protocol import Query, RoleSpec, WorkerStatus
 from rolecall.messages.codec import encode_line
 from rolecall.messages.queries import Question
 from rolecall.observe.page import rates, state
 from rolecall.observe.page.rates import Rates, quantile
-from rolecall.observe.page.state import GangView, MemberView, Titles
+from rolecall.observe.page.state import GangView, MemberView
 from rolecall.rank import stats
 from rolecall.rank.queries import Replies
 from rolecall.record.history import Event, Goal, History, Point, Start
@@ -26,7 +28,7 @@ from tests.record import histories
 
 ROLES = (RoleSpec("agent", 1, 1, 1, elastic=False), RoleSpec("observer", 3, 1, 8, elastic=True))
 AGENT, FIRST, SECOND, THIRD = ("agent", 0), ("observer", 0), ("observer", 1), ("observer", 2)
-TITLES = Titles("rl", "learns", "return", "steps")
+JOB = replace(describe.describe("rl"), roles=ROLES)
 NOW = 2000.0
 
 
@@ -47,7 +49,7 @@ def trained() -> History:
 def shown(gang: GangView, run: History | None = None, counted: Rates | None = None, **values: Any) -> dict[str, Any]:
     """The state, as a browser reads it."""
     run, rates = run or trained(), counted or Rates()
-    made = state.of_gang(TITLES, ROLES, gang, run, rates, settings={"SEED": 1}, now=NOW, **values)
+    made = state.of_gang(JOB, gang, run, rates, settings={"SEED": 1}, now=NOW, **values)
     return json.loads(json.dumps(made, allow_nan=False))
 
 
@@ -326,6 +328,7 @@ class Workers:
 def test_a_supervisor_reports_its_workers_counters_and_its_own_errors(tmp_path: Path) -> None:
     program = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from rolecall import telemetry
 telemetry.use_directory(Path(sys.argv[1]))

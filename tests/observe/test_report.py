@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rolecall.config import Settings
-from rolecall.declare import registry
+from rolecall.declare import describe, registry
 from rolecall.observe import report
 from rolecall.record import rundir
 from rolecall.record.history import Goal, History, Point, Row, Stall, Start
@@ -24,11 +24,10 @@ def trained(job: str = "rl", **values: str) -> tuple[History, dict[str, Any]]:
         rows += [Point("score", step, 300 * math.sin(step / 50), step), Point("done", step, 64.0 * step, step)]
     rows += [histories.ended("killed"), Start(4, 90, 100.0, "killed"), Point("score", 100, 250.0, 110.0)]
     run = History([*rows, Point("loss", 100, 0.5, 110.0), Point("done", 100, 6400.0, 110.0)])
-    loaded, settings = registry.load(job, **values)
-    titles: dict[str, Any] = {"score": loaded.score, "unit": loaded.unit, "lower": loaded.lower}
+    _, settings = registry.load(job, **values)
     members, result = [("agent", 0), ("observer", 0), ("observer", 3)], {"solved": True, "accuracy": float("nan")}
     end = run.began + 3600
-    summary = report.summary(job, variables(settings), run, "finished", "", members, result, end, **titles)
+    summary = report.summary(describe.describe(job), variables(settings), run, "finished", "", members, result, end)
     return run, summary
 
 
@@ -40,10 +39,8 @@ def variables(settings: Settings) -> dict[str, Any]:
 
 def short(run: History, state: str, reason: str = "") -> dict[str, Any]:
     """The summary of a run of `ps` that has no members and no result."""
-    job, settings = registry.load("ps")
-    return report.summary(
-        "ps", variables(settings), run, state, reason, [], {}, 1.0, score=job.score, unit=job.unit, lower=job.lower
-    )
+    _, settings = registry.load("ps")
+    return report.summary(describe.describe("ps"), variables(settings), run, state, reason, [], {}, 1.0)
 
 
 def test_summary_has_the_results_of_the_run() -> None:

@@ -63,7 +63,7 @@ class RunFiles:
         self.job, self.settings, self.node = job, settings, node
         self.directory = settings.checkpoint_dir
         self.log = telemetry.log()
-        self.persisted = rundir.Persisted()
+        self.persisted = rundir.Persisted(0, "", ())
         self.journal: Journal
         self.disk = Disk(self.directory)
         self.failed: Verdict | None = None  # the verdict of an earlier run, which holds
@@ -184,7 +184,7 @@ class RunFiles:
         aside = rundir.set_aside(directory, earlier.number, self.settings.lease_seconds)
         if aside:
             self.log.info("starting anew; an earlier run's checkpoints were moved", to=str(aside))
-        return rundir.Persisted(earlier.number, self.job.name)
+        return rundir.Persisted(earlier.number, self.job.name, ())
 
     async def persist(self, effect: Effect) -> bool:
         """Puts `effect` on disk; returns whether it is there. Raises UsageError as `watch_lock` does."""
@@ -262,9 +262,9 @@ class RunFiles:
                 summary = None
                 if trained:
                     self.journal.finish()
-                    job, settings = self.job, report.settings_of(self.settings, self.job.settings)
+                    settings = report.settings_of(self.settings, self.job.settings)
                     summary = report.summary(
-                        job.name,
+                        self.job,
                         settings,
                         history,
                         state,
@@ -272,9 +272,6 @@ class RunFiles:
                         members=gang.generation.members,
                         result=gang.summary,
                         now=time.time(),
-                        score=job.score,
-                        unit=job.unit,
-                        lower=job.lower,
                     )
                     if finished:
                         self._unsaved += [rundir.SUMMARY, rundir.HISTORY]  # until they are written

@@ -20,7 +20,7 @@ from rolecall.messages.queries import ReadStacks, ReadStats
 from rolecall.observe import report
 from rolecall.observe.page import render, state
 from rolecall.observe.page.rates import Rates
-from rolecall.observe.page.state import GangView, MemberView, Titles
+from rolecall.observe.page.state import GangView, MemberView
 from rolecall.observe.stacks import stack_report
 from rolecall.rank import tasks
 from rolecall.rank.coordinator import Coordinator
@@ -43,9 +43,6 @@ class Site:
         self.job, self.settings, self._is_rank0 = job, settings, is_rank0
         self.coordinator: Coordinator | None = None
         self.rates = Rates()
-        self._titles = Titles(
-            job.name, job.summary, score=job.score, unit=job.unit, lower=job.lower, version=job.version
-        )
         self._values = report.settings_of(settings, job.settings)
         self._watchers = set[asyncio.Task[None]]()
         self._interest = float("-inf")  # when somebody read the JSON
@@ -54,7 +51,7 @@ class Site:
         self._news = asyncio.Event()  # replaced with each new state
         self._loops = dict[str, asyncio.Task[None]]()
         self._closing = False
-        self._recent: tuple[float, dict[str, Any]] | None = None  # a state, and when it was built
+        self._shown, self._shown_at = dict[str, Any](), float("-inf")  # the newest state, and when it was made
 
     def start(self, coordinator: Coordinator) -> None:
         """Shows the gang of `coordinator`."""
@@ -107,8 +104,7 @@ class Site:
         )
         history = self.coordinator.files.journal.history
         return state.of_gang(
-            self._titles,
-            self.job.roles,
+            self.job,
             view,
             history,
             self.rates,
@@ -119,11 +115,9 @@ class Site:
 
     def _shared(self) -> dict[str, Any]:
         """The state of the last second: repeated requests share one."""
-        now = time.monotonic()
-        if self._recent is None or now - self._recent[0] >= EVENT_SECONDS:
-            shown = self.state()
-            self._recent = time.monotonic(), shown
-        return self._recent[1]
+        if time.monotonic() - self._shown_at >= EVENT_SECONDS:
+            self._publish()
+        return self._shown
 
     def final(self, summary: dict[str, Any]) -> dict[str, Any]:
         """What the page shows of the run that has ended as `summary` says."""
@@ -131,8 +125,8 @@ class Site:
 
     def _publish(self) -> None:
         """Makes the state of this moment the newest one, and wakes the watchers."""
-        shown = self.state()
-        self._sections = {name: json.dumps(value, allow_nan=False).encode() for name, value in shown.items()}
+        self._shown, self._shown_at = self.state(), time.monotonic()
+        self._sections = {name: json.dumps(value, allow_nan=False).encode() for name, value in self._shown.items()}
         news, self._news = self._news, asyncio.Event()
         news.set()
 

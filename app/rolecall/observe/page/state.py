@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rolecall.gang.protocol import ACTIVE, OVER, Key, RoleSpec, WorkerStatus, name_of
+from rolecall.declare.describe import Description
+from rolecall.gang.protocol import ACTIVE, OVER, Key, WorkerStatus, name_of
 from rolecall.observe.page.rates import LogEvent, Rates
 from rolecall.record.history import CURVES, History, Point
 
@@ -23,18 +24,6 @@ MAX_ERRORS = 60  # the newest, of all ranks
 MAX_TEXT = 2000  # characters of an error
 BAD = ("failed", "crashed", "stuck", "killed", "silent", "lost", "refused", "unreachable")  # how a worker may end
 WAITING = {"none": "waiting", "starting": "starting"}
-
-
-@dataclass(frozen=True)
-class Titles:
-    """The names of a job, its score and its unit of work; if `lower`, a lower score is better."""
-
-    job: str
-    summary: str = ""
-    score: str = "score"
-    unit: str = "steps"
-    lower: bool = False
-    version: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,8 +53,7 @@ class GangView:
 
 
 def of_gang(
-    titles: Titles,
-    roles: Sequence[RoleSpec],
+    job: Description,
     gang: GangView,
     history: History,
     rates: Rates,
@@ -75,7 +63,8 @@ def of_gang(
     summary: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The state of a run under way, or just over, at the Unix time `now`. `summary` is the contents of summary.json."""
-    rank0, over = (roles[0].name, 0), gang.state in OVER
+    roles, over = job.roles, gang.state in OVER
+    rank0 = (roles[0].name, 0)
     values = rates.values(rank0)
     everyone = {(role.name, ordinal) for role in roles for ordinal in range(role.count)}
     places = {role.name: place for place, role in enumerate(roles)}
@@ -83,7 +72,7 @@ def of_gang(
     minimum = {role.name: role.minimum for role in roles}
     return _object(
         {
-            **_common(titles, history, settings, now, summary),
+            **_common(job, history, settings, now, summary),
             "live": True,
             "state": gang.state,
             "state_seconds": gang.seconds,
@@ -122,7 +111,7 @@ def _errors(logs: Iterable[tuple[Key, Iterable[LogEvent]]]) -> list[dict[str, An
 
 
 def _common(
-    titles: Titles, history: History, settings: Mapping[str, Any], now: float, summary: Mapping[str, Any] | None
+    job: Description, history: History, settings: Mapping[str, Any], now: float, summary: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     curves = {name: thin(history.curves[name], history.last.get(name)) for name in ("score", "loss", "done")}
     spread = history.spread()
@@ -130,7 +119,14 @@ def _common(
     return {
         "form": FORM,
         "now": now,
-        "job": asdict(titles),
+        "job": {
+            "job": job.name,
+            "summary": job.summary,
+            "score": job.score,
+            "unit": job.unit,
+            "lower": job.lower,
+            "version": job.version,
+        },
         "curve": {**curves, "low": low, "high": high, "goal": history.goal},
         "training_seconds": history.seconds,
         "began": history.began or None,

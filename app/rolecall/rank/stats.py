@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -40,29 +40,12 @@ async def read(workers: WorkerManager, started: float) -> Stats:
         "supervisor_bytes": psutil.Process().memory_info().rss,
         "worker_starts": next(iter(workers.metrics.worker_starts.collect())).samples[0].value,
     }
-    of_workers = await asyncio.to_thread(of_files, workers.files)  # merges them, in milliseconds
-    return Stats(
-        started,
-        time.monotonic(),
-        of_workers.methods,
-        values=values | of_workers.values,
-        log=events(),
-        queues=of_workers.queues,
-        weights=of_workers.weights,
-    )
+    stats = await asyncio.to_thread(of_files, workers.files)  # merges them, in milliseconds
+    return replace(stats, started=started, at=time.monotonic(), values=values | stats.values, log=events())
 
 
-class WorkerStats(NamedTuple):
-    """The part of `Stats` that is of a rank's workers."""
-
-    methods: dict[str, Method]
-    values: dict[str, float]
-    queues: dict[str, QueueCounters]
-    weights: dict[str, WeightsCounters]
-
-
-def of_files(files: WorkerFiles) -> WorkerStats:
-    """The gauges and counters of this rank's workers, from their files."""
+def of_files(files: WorkerFiles) -> Stats:
+    """The part of `Stats` that is of a rank's workers: their gauges and counters, from their files."""
     counts = defaultdict[str, dict[str, float]](lambda: dict.fromkeys(COUNTS, 0.0))
     roles, buckets = defaultdict[str, list[str]](list), defaultdict[str, dict[float, float]](dict)
     queues, weights = defaultdict[str, dict[str, float]](dict), defaultdict[str, dict[str, float]](dict)
@@ -90,11 +73,14 @@ def of_files(files: WorkerFiles) -> WorkerStats:
         latency = [buckets[name].get(bound, 0.0) for bound in bounds]
         counted = Method(calls, failures, sent, received)
         methods[name] = replace(counted, buckets=latency, roles=roles[name])
-    return WorkerStats(
-        methods,
-        values,
-        {name: QueueCounters(**counters) for name, counters in queues.items()},
-        {name: WeightsCounters(**counters) for name, counters in weights.items()},
+    return Stats(
+        started=0.0,
+        at=0.0,
+        methods=methods,
+        values=values,
+        log=[],
+        queues={name: QueueCounters(**counters) for name, counters in queues.items()},
+        weights={name: WeightsCounters(**counters) for name, counters in weights.items()},
     )
 
 

@@ -94,7 +94,8 @@ def kill(run: str, role: str, ordinal: int, part: str) -> str:
 
 
 def _ask(run: str, request: Request) -> Reply:
-    path = targets.control_of(Path(run))
+    local = targets.run_in(Path(run))
+    path = local.control if local else ""
     if not path:
         raise UsageError(
             f"RUN {run!r}: no `rolecall run` is under way in this folder; one that starts is once it has named its page"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+import msgspec
 
 from rolecall.record.history import Point, Row
 
@@ -29,19 +28,16 @@ class State:
     def read(cls, folder: Path) -> State:
         """The state that `write` wrote; empty if there is none, or the file is damaged. Raises OSError."""
         try:
-            return _STATE.validate_json((folder / STATE_FILE).read_bytes())
-        except (FileNotFoundError, ValueError):
+            return msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=cls)
+        except (FileNotFoundError, ValueError, RecursionError):
             return cls()
 
     def write(self, folder: Path) -> None:
         """Replaces the file. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".{STATE_FILE}.tmp"
-        temporary.write_text(json.dumps(asdict(self)))
+        temporary.write_bytes(msgspec.json.encode(self))
         temporary.replace(folder / STATE_FILE)
-
-
-_STATE = TypeAdapter(State)
 
 
 class OnceSink:

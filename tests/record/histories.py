@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rolecall.record.disk import Disk
+from rolecall.record.files import Disk
 from rolecall.record.history import Event, Journal, Point, Row
 
 

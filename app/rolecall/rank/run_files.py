@@ -27,7 +27,7 @@ from rolecall.observe import report
 from rolecall.observe.page import render
 from rolecall.observe.sinks.build import build
 from rolecall.record import rundir
-from rolecall.record.disk import Disk
+from rolecall.record.files import Disk
 from rolecall.record.history import Journal
 
 LOG_REPEAT_SECONDS = 10.0  # seconds between two equal log lines

@@ -19,7 +19,7 @@ from rolecall.observe.stacks.threads import Call, Frame, Rank, State, Thread
 from rolecall.rank import stack_dump
 from rolecall.rank.threads import look, state
 from rolecall.rank.worker_process import WorkerProcess
-from rolecall.record.disk import Disk
+from rolecall.record.files import Disk
 
 WATCH_SECONDS = 0.5
 SOURCES_TIMEOUT_SECONDS = 3.0  # for the lines of the frames, which may be on a disk that hangs

@@ -23,7 +23,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from rolecall.record import files
-from rolecall.record.disk import Disk
+from rolecall.record.files import Disk
 
 BAND = ("score_low", "score_high")  # of the scores, if a job logs them
 CURVES = ("score", *BAND, "loss", "done")  # of which points are kept in memory

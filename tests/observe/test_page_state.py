@@ -187,16 +187,6 @@ def test_the_state_has_what_the_page_shows() -> None:
     assert one["summary"] == {"state": "x"}
 
 
-def test_a_long_curve_keeps_its_ends_and_its_newest_point() -> None:
-    points = [Point("score", step, 1 / 3, step / 10) for step in range(1, 5001)]
-    newest = Point("score", 5003, 7.0, 501.0)
-    thinned = state.thin(points, newest)
-    assert len(thinned) == state.MAX_POINTS + 1
-    assert [point[0] for point in thinned[:1] + thinned[-2:]] == [1, 5000, 5003]
-    assert thinned[0][2] == 0.333333
-    assert state.thin(points[:2], points[1]) == [[1, 0.1, 0.333333], [2, 0.2, 0.333333]]
-
-
 # ---- rates
 
 

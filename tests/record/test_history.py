@@ -139,6 +139,16 @@ def test_the_last_points_are_written_at_the_end(tmp_path: Path) -> None:
     assert run.size == size
 
 
+def test_a_long_curve_keeps_its_ends_and_its_newest_point() -> None:
+    points = [Point("score", step, 1 / 3, step / 10) for step in range(1, 5001)]
+    newest = Point("score", 5003, 7.0, 501.0)
+    thinned = history.thin(points, newest)
+    assert len(thinned) == history.MAX_SHOWN + 1
+    assert [point[0] for point in thinned[:1] + thinned[-2:]] == [1, 5000, 5003]
+    assert thinned[0][2] == 0.333333
+    assert history.thin(points[:2], points[1]) == [[1, 0.1, 0.333333], [2, 0.2, 0.333333]]
+
+
 def test_the_rate_is_of_training_alone() -> None:
     run = journal()
     assert run.history.per_second() is None

@@ -79,6 +79,11 @@ class StepLogged:
     ended: bool = True
     values: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def has_progress(self) -> bool:
+        """Whether it says how far training is."""
+        return (self.score, self.loss, self.done) != (None, None, None)
+
 
 ProgressEvent = TrainingStarted | StepLogged
 

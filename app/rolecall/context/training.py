@@ -233,7 +233,7 @@ class Training:
     def log(self, event: StepLogged) -> None:
         """See `Context.log`."""
         if self._group.is_rank0:
-            if (event.score, event.loss, event.done) != (None, None, None):  # points of curves
+            if event.has_progress:
                 self._record_start(self.step)
             step = self._step_of_state if event.step is None else event.step
             self._progress.take(replace(event, step=step, ended=not self._stepping))

@@ -14,7 +14,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +28,7 @@ from rolecall.record.files import Disk
 BAND = ("score_low", "score_high")  # of the scores, if a job logs them
 CURVES = ("score", *BAND, "loss", "done")  # of which points are kept in memory
 SPACING = 500  # in memory: a point is kept if 1/500 of the training time has passed since the last: 6,000 in a month
+MAX_SHOWN = 300  # points of a curve: a screen shows no more
 FULL_POINTS = 1000  # of a curve in the file before it is thinned
 MIN_SPACING = 10_000  # then two points are at least 1/10,000 of the training time apart
 MAX_STARTS = 500
@@ -217,6 +218,13 @@ class History:
         highest = {point.step: point for point in high}
         return [(point, highest[point.step]) for point in low if point.step in highest]
 
+    def shown(self) -> dict[str, Any]:
+        """The curves for a screen: points as [step, seconds of training, value]; and the goal."""
+        curves = {name: thin(self.curves[name], self.last.get(name)) for name in ("score", "loss", "done")}
+        spread = self.spread()
+        low, high = thin([low for low, _ in spread]), thin([high for _, high in spread])
+        return {**curves, "low": low, "high": high, "goal": self.goal}
+
     def spans(self) -> list[tuple[Point, Point]]:
         """Neighbours of the curve `done` within a generation: only training lies between them."""
         starts = [start.seconds for start in self.starts]
@@ -231,6 +239,16 @@ class History:
         spans = self.spans()
         seconds = sum(after.seconds - before.seconds for before, after in spans)
         return sum(after.value - before.value for before, after in spans) / seconds if seconds else None
+
+
+def thin(points: Sequence[Point], last: Point | None = None) -> list[list[float]]:
+    """At most MAX_SHOWN of `points` and the `last`, as [step, seconds of training, value]."""
+    count = len(points)
+    if count > MAX_SHOWN:
+        points = [points[round(place * (count - 1) / (MAX_SHOWN - 1))] for place in range(MAX_SHOWN)]
+    if last is not None and (not points or last.step > points[-1].step):
+        points = [*points, last]
+    return [[point.step, round(point.seconds, 3), float(f"{point.value:.6g}")] for point in points]
 
 
 def read(directory: Path) -> History:

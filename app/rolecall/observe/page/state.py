@@ -8,17 +8,16 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rolecall.declare.describe import Description
 from rolecall.gang.protocol import ACTIVE, OVER, Key, WorkerStatus, name_of
 from rolecall.observe.page.rates import LogEvent, Rates
-from rolecall.record.history import CURVES, History, Point
+from rolecall.record.history import CURVES, History
 
 FORM = 1  # version of the state: raised if the script of another version cannot show it
-MAX_POINTS = 300  # of a curve: a screen shows no more
 MAX_GENERATIONS = 200  # the newest
 MAX_ERRORS = 60  # the newest, of all ranks
 MAX_TEXT = 2000  # characters of an error
@@ -113,9 +112,6 @@ def _errors(logs: Iterable[tuple[Key, Iterable[LogEvent]]]) -> list[dict[str, An
 def _common(
     job: Description, history: History, settings: Mapping[str, Any], now: float, summary: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    curves = {name: thin(history.curves[name], history.last.get(name)) for name in ("score", "loss", "done")}
-    spread = history.spread()
-    low, high = thin([low for low, _ in spread]), thin([high for _, high in spread])
     return {
         "form": FORM,
         "now": now,
@@ -127,7 +123,7 @@ def _common(
             "lower": job.lower,
             "version": job.version,
         },
-        "curve": {**curves, "low": low, "high": high, "goal": history.goal},
+        "curve": history.shown(),
         "training_seconds": history.seconds,
         "began": history.began or None,
         "generations": generations(history),
@@ -145,16 +141,6 @@ def _common(
 def without_settings(summary: Mapping[str, Any]) -> dict[str, Any]:
     """A summary without the settings, which the state has elsewhere."""
     return {name: value for name, value in summary.items() if name != "settings"}
-
-
-def thin(points: Sequence[Point], last: Point | None = None) -> list[list[float]]:
-    """At most MAX_POINTS of `points` and the `last`, as [step, seconds of training, value]."""
-    count = len(points)
-    if count > MAX_POINTS:
-        points = [points[round(place * (count - 1) / (MAX_POINTS - 1))] for place in range(MAX_POINTS)]
-    if last is not None and (not points or last.step > points[-1].step):
-        points = [*points, last]
-    return [[point.step, round(point.seconds, 3), float(f"{point.value:.6g}")] for point in points]
 
 
 def generations(history: History) -> list[dict[str, Any]]:

@@ -23,15 +23,15 @@ ROOMS = {
     "rolecall/jobs/rnn": 1100,
     "rolecall/jobs/script": 190,
     "rolecall/launch": 2440,
-    "rolecall/messages": 590,  # the declarations and codecs of six rooms
-    "rolecall/observe": 660,
+    "rolecall/messages": 550,  # the declarations and codecs of six rooms
+    "rolecall/observe": 650,
     "rolecall/observe/doctor": 1110,
-    "rolecall/observe/page": 600,
-    "rolecall/observe/sinks": 770,
-    "rolecall/observe/stacks": 470,
-    "rolecall/observe/trace": 820,
-    "rolecall/rank": 5250,
-    "rolecall/record": 1520,
+    "rolecall/observe/page": 580,
+    "rolecall/observe/sinks": 670,
+    "rolecall/observe/stacks": 630,  # the threads of a reply, which record had
+    "rolecall/observe/trace": 810,
+    "rolecall/rank": 5160,
+    "rolecall/record": 1340,
     "rolecall/torch_rpc": 1130,
     "rolecall/tunnel": 1990,
     "rolecall/weights": 970,

@@ -134,11 +134,10 @@ class Progress:
 
     def take(self, event: ProgressEvent) -> None:
         """Applies an event of this rank or of another one."""
-        match event:
-            case TrainingStarted():
-                self._start(event)
-            case StepLogged():
-                self._log(event)
+        if isinstance(event, TrainingStarted):
+            self._start(event)
+        else:
+            self._log(event)
 
     def _start(self, event: TrainingStarted) -> None:
         steps = {} if event.steps is None else {"steps": event.steps}

@@ -53,11 +53,17 @@ def test_progress_of_another_rank_counts_at_rank_0(tmp_path: Path, supervisor: S
 
 def test_a_step_sets_metrics_and_records(context: Context, supervisor: Supervisor) -> None:
     context.start(0, done=0, goal=0.9)
-    assert supervisor.records == [("start", 0, 1), ("train", 0, 0), ("goal", 0, 0.9)]
+    assert supervisor.records == [("start", 0, 1), ("goal", 0, 0.9)]
     supervisor.records.clear()
     context.log(1, done=8, score=0.25, epoch=3, rpc_connect_seconds=0.5)
     context.log(2, done=20)
-    assert supervisor.records == [("score", 1, 0.25), ("done", 1, 8), ("done", 2, 20)]
+    assert supervisor.records == [
+        ("rpc_connect_seconds", 1, 0.5),
+        ("epoch", 1, 3),
+        ("score", 1, 0.25),
+        ("done", 1, 8),
+        ("done", 2, 20),
+    ]
     assert supervisor.steps == [1, 2]
     names = ("step", "done", "score", "epoch", "rpc_connect_seconds")
     assert [value(getattr(context.metrics, name)) for name in names] == [2, 20, 0.25, 3, 0.5]

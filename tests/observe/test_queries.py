@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +180,12 @@ def test_a_request_that_is_not_signed_for_what_it_asks_is_refused(token: str, ch
         SignatureChecker(token).check(**{**request, **change})
 
 
-async def outside(settings: Settings, first: bool, asked: Queries | None) -> tuple[web.AppRunner, str]:
+async def outside(
+    settings: Settings, first: bool, asked: Queries | None, over: Callable[[], bool] = lambda: False
+) -> tuple[web.AppRunner, str]:
     served = SignedQueries(settings, first)
     if asked:
-        served.start(asked, lambda: False)
+        served.start(asked, over)
     app = web.Application()
     app.add_routes(served.routes())
     runner = web.AppRunner(app)
@@ -257,17 +259,12 @@ def test_what_is_asked_of_a_job_that_is_over_is_refused_at_once(monkeypatch: pyt
 
     async def steps() -> None:
         over = asyncio.Event()
-        served = SignedQueries(Settings(job="ps", job_token=SecretStr(TOKEN)), True)
-        served.start(Queries(lambda: {("ps", 0)}, lambda key: over.set()), over.is_set)
-        app = web.Application()
-        app.add_routes(served.routes())
-        runner = web.AppRunner(app)
-        await runner.setup()
-        port = free_ports(1)[0]
-        await endpoints.listen(runner, "127.0.0.1", port, "METRICS_PORT")
+        asked = Queries(lambda: {("ps", 0)}, lambda key: over.set())
+        settings = Settings(job="ps", job_token=SecretStr(TOKEN))
+        runner, target = await outside(settings, True, asked, over.is_set)
         try:
             with pytest.raises(UsageError, match="the job is over"):
-                await ask.ask(f"127.0.0.1:{port}", "stacks", timeout=600.0)  # it ends while it is asked
+                await ask.ask(target, "stacks", timeout=600.0)  # it ends while it is asked
         finally:
             await runner.cleanup()
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import aiohttp
 import psutil
@@ -18,7 +18,7 @@ from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.gang.directives import name_of_directive
 from rolecall.gang.generation import Generation
-from rolecall.gang.protocol import Answer, Beat, Cause, Event, Heartbeat
+from rolecall.gang.protocol import Answer, Beat, Event, Heartbeat
 from rolecall.messages.codec import decode, encode
 from rolecall.rank.coordinator import Coordinator
 from rolecall.tunnel.rank0 import HEARTBEAT_PATH, CoordinatorClient
@@ -202,10 +202,3 @@ def test_joins_stays_and_replacements_are_metrics_and_history(tmp_path: Path) ->
             assert [event.what for event in history.events] == ["stayed", "joined", "lost"]
 
     run(steps())
-
-
-def test_every_cause_is_counted_from_the_start() -> None:
-    def values(kind: Any) -> set[str]:
-        return {value for each in get_args(kind) for value in (values(each) or {each})}
-
-    assert values(Cause) - {"", "finished"} == set(telemetry.CAUSES)

@@ -13,7 +13,6 @@ from structlog.testing import capture_logs
 
 from rolecall.checkpoint import shardfile
 from rolecall.checkpoint.checkpoint import Checkpoints
-from rolecall.gang.protocol import Budget
 from rolecall.observe import report
 from rolecall.rank import disk_watch
 from rolecall.rank.disk_watch import DiskWatch
@@ -49,7 +48,7 @@ def shard(directory: Path) -> None:
 
 WRITES: dict[str, Callable[[Path], Any]] = {
     "checkpoint-000000-0000000007.pt": lambda directory: Checkpoints(directory, "job").write(7, memoryview(b"packed")),
-    rundir.GENERATION: lambda directory: rundir.write_generation(directory, rundir.Persisted(3, budget=Budget())),
+    rundir.GENERATION: lambda directory: rundir.write_generation(directory, rundir.Persisted(3, "", ())),
     rundir.DONE: lambda directory: rundir.write_done(directory, {}),
     rundir.FAILED: lambda directory: rundir.write_failed(directory, rundir.Failed("", 3, "", 0.0)),
     rundir.SUMMARY: lambda directory: report.write(directory, {}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import math
 import multiprocessing
 import os
 import pickle
@@ -36,7 +35,7 @@ from rolecall.rank import descendants, fork_server, stack_dump, worker_process
 from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.files import FileWork
-from rolecall.record.history import Record
+from rolecall.record.history import Point
 from tests.integration.cluster import until
 
 ME, OTHER = Peer("agent", 0, 0), Peer("observer", 1, 1, join=2)
@@ -193,9 +192,9 @@ def pair() -> tuple[SupervisorEnd, Any]:
     return SupervisorEnd(ours), theirs
 
 
-RECORD = Record("score", 3, 1.5, math.inf)
+ROW = Point("score", 3, 1.5, 2.0)
 SENT: list[messages.FromWorker] = [
-    messages.Report(3, "saving", (RECORD,), (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)),
+    messages.Report(3, "saving", (ROW,), (("ps_0", "pull", 2.0, 2),), FileWork("x", 1.0)),
     messages.Result("failed", "x" * 300_000 + "\n", 7, {"a": [1.5], "b": None}),
 ]
 ORDERS: list[messages.ToWorker] = [messages.Drain(), messages.Attach(ATTACHMENT)]

@@ -15,7 +15,7 @@ from torch.futures import Future
 from rolecall.context.context import Context
 from rolecall.jobs.hybrid import trainer
 from rolecall.record import recorder as module
-from rolecall.record.recorder import NOTHING, Recorder
+from rolecall.record.recorder import NOOP, Recorder
 from rolecall.record.records import SpanRecord, parse
 from rolecall.torch_rpc import tracing
 from tests.context import contexts
@@ -63,7 +63,7 @@ def test_a_context_has_spans(trace: Trace, tmp_path: Path, monkeypatch: pytest.M
     from rolecall.context import context as contexts_module
 
     context: Context[Any] = contexts.make(tmp_path)
-    assert context.span("off", tensor=torch.ones(1)) is NOTHING
+    assert context.span("off", tensor=torch.ones(1)) is NOOP
     monkeypatch.setattr(contexts_module, "recorder", trace.recorder)
     with context.span("on", shape=torch.ones(2).shape, rows=2) as span:
         span.note(loss=0.5)

@@ -27,7 +27,7 @@ from rolecall.declare.spec import Job
 from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.record import rundir
-from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
+from rolecall.record.recorder import NOOP, NoopSpan, Span, plain, recorder
 from rolecall.wire.dispatch import Dispatcher
 
 if TYPE_CHECKING:
@@ -427,12 +427,12 @@ class Context(Calls, Generic[S]):
         return telemetry.Timer()
 
     @staticmethod
-    def span(name: str, /, **attributes: Any) -> Span | Nothing:
+    def span(name: str, /, **attributes: Any) -> Span | NoopSpan:
         """`with context.span("forward", rows=64) as span: ...` is a span called `name` in the trace of a run, with
         `attributes`, numbers and texts; `span.note(loss=0.5)` adds some. Calls made in the block are shown under it.
         While nothing is recorded (TRACE), it costs a fraction of a microsecond.
         """
-        return recorder.span(name, **plain(attributes)) if recorder.on else NOTHING
+        return recorder.span(name, **plain(attributes)) if recorder.on else NOOP
 
     # ---- the end
 

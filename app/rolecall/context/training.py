@@ -18,6 +18,7 @@ from rolecall.declare.plain import is_stateful, require_plain
 from rolecall.errors import Drained, UsageError
 from rolecall.messages.codec import encode
 from rolecall.record import rundir
+from rolecall.record.history import Start
 from rolecall.record.recorder import recorder
 
 LAST_CHECKPOINT_TRIES = 5
@@ -224,12 +225,12 @@ class Training:
         """The run's history has this generation, also of a job that neither restores nor starts."""
         if self._group.is_rank0 and not self._start_recorded:  # otherwise `snapshot` has done so
             self._start_recorded = True
-            self._supervision.record("start", step, self._group.generation)
+            self._supervision.record(Start(self._group.generation, step))
 
     def log(self, event: StepLogged) -> None:
         """See `Context.log`."""
         if self._group.is_rank0:
-            if (event.score, event.loss, event.done) != (None, None, None):  # points of curves
+            if event.has_progress:
                 self._record_start(self.step)
             step = self._step_of_state if event.step is None else event.step
             self._progress.take(replace(event, step=step, ended=not self._stepping))

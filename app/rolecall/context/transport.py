@@ -119,7 +119,7 @@ class WireTransport:
 
     def _first_call(self, method: str, to: str) -> Counters:
         metrics = self._metrics
-        telemetry.begin(metrics.rpc_failures, [method])
+        telemetry.init_labels(metrics.rpc_failures, [method])
         metrics.rpc_callee.labels(method, to.rpartition("_")[0]).set(1)
         counters = self._counters[method, to] = Counters(
             calls=metrics.rpc_calls.labels(method),

@@ -72,7 +72,8 @@ class Control:
 def ask(run: str, request: Request) -> Reply:
     """The reply of the local run in the folder `run`. Raises UsageError if none is under way there, and for a request
     that it cannot carry out."""
-    path = targets.control_of(Path(run))
+    local = targets.run_in(Path(run))
+    path = local.control if local else ""
     if not path:
         raise UsageError(
             f"RUN {run!r}: no `rolecall run` is under way in this folder; one that starts is once it has named its page"

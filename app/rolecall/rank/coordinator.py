@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from rolecall.observe.doctor import diagnosis
 from rolecall.rank import endpoints, queries, tasks
 from rolecall.rank.port import Handler
 from rolecall.rank.run_files import LOG_REPEAT_SECONDS, RunFiles
-from rolecall.record.history import Record
 from rolecall.tunnel import keys
 from rolecall.tunnel.rank0 import (
     CONTENT_TYPE,
@@ -107,7 +106,7 @@ class Coordinator:
         metrics.checkpoint_interval_seconds.set(self.settings.checkpoint_interval)
         names = ",".join(role.name for role in self.job.roles)
         metrics.job_info.labels(self.job.score, self.job.unit, names).set(1)
-        telemetry.begin(metrics.gang_restarts, telemetry.CAUSES)
+        telemetry.init_labels(metrics.gang_restarts, telemetry.CAUSES)
         done = await self.files.open()
         last = self.files.persisted
         self.gang = Gang(
@@ -123,6 +122,7 @@ class Coordinator:
             failed=self.files.failed,
             budget=last.budget,
         )
+        self.files.journal.started = self._begun
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.middlewares.append(self._require_badge)
         app.add_routes([web.post(HEARTBEAT_PATH, self._receive), web.post(REPLY_PATH, self.queries.receive)])
@@ -158,12 +158,10 @@ class Coordinator:
         self.gang.crashed(key, time.monotonic())
         self._pump()
 
-    def record(self, records: Sequence[Record]) -> None:
-        """Takes the records that rank 0's worker sends for the run's history."""
-        for record in records:
-            if record.kind == "start":
-                self.gang.resumed(record.step)
-        self.files.record(records)
+    def _begun(self, step: int) -> None:
+        """Rank 0's worker trains on after `step`."""
+        self.gang.resumed(step)
+        self.files.sinks.start(self.files.journal.size)
 
     def over(self) -> bool:
         """Whether the job is over."""
@@ -271,23 +269,23 @@ class Coordinator:
             case "generation":
                 self.metrics.gang_generations.inc()
                 self.metrics.gang_stays.inc(event.stayed)
-                journal.add(journal.history.keep_workers(event.stayed, number))
+                journal.happened("stayed", number, count=event.stayed)
             case "joined":
                 self.metrics.gang_joins.inc(len(event.joins))
                 for seconds in event.joins:
                     self.metrics.gang_join_seconds.observe(seconds)
-                journal.add(journal.history.add_ranks(len(event.joins), number, event.members))
+                journal.happened("joined", number, reason=event.members, count=len(event.joins))
             case "stopped":
                 self.metrics.gang_restarts.labels(event.cause).inc()
-                journal.add(journal.history.end_generation(event.cause, number, event.reason))
+                journal.happened("ended", number, event.cause, event.reason)
             case "lost":
                 self.metrics.gang_restarts.labels(event.cause).inc()
-                journal.add(journal.history.lose_rank(event.cause, number, event.reason))
+                journal.happened("lost", number, event.cause, event.reason)
             case "finished" | "failed":
-                journal.add(journal.history.end_generation(event.kind, number, event.reason))
+                journal.happened("ended", number, event.kind, event.reason)
             case "recovered":
                 self.metrics.recovery_seconds.observe(event.seconds)
-                journal.add(journal.history.stall("ended", event.seconds))
+                journal.stalled("ended", event.seconds)
         if event.kind == "failed":
             self.log.error("gang failed", **telemetry.cause(event.reason))
         elif event.kind == "given up":

@@ -112,7 +112,7 @@ class Supervisor:
                 await self._or_signal(coordinator.start(self.metrics))
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang
-                self.workers.keep_history(coordinator)
+                self.workers.journal = coordinator.files.journal
                 self._coordinator = coordinator
                 self._signed_queries.start(coordinator.queries, coordinator.over)
                 self._site.start(coordinator)

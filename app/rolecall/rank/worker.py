@@ -34,6 +34,7 @@ from rolecall.rank import stack_dump
 from rolecall.rank.attaching import Attacher
 from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
+from rolecall.record.history import Start
 from rolecall.record.recorder import recorder
 from rolecall.record.records import file_name
 from rolecall.torch_rpc.connect import connect
@@ -192,7 +193,7 @@ def _checkpoints(task: Task, pipe: WorkerEnd) -> Checkpoints:
     log = telemetry.log()
 
     def fence() -> int:
-        pipe.flush()  # nobody makes the steps of this checkpoint again: what was logged of them must be out
+        pipe.report()  # nobody makes the steps of this checkpoint again: what was logged of them must be out
         return rundir.read_generation(directory).number
 
     return Checkpoints(
@@ -202,5 +203,5 @@ def _checkpoints(task: Task, pipe: WorkerEnd) -> Checkpoints:
         task.settings.checkpoint_keep,
         fence=fence,
         complain=lambda message: log.warning("checkpoint", problem=message),
-        begin=lambda step: pipe.record("start", step, generation),
+        begin=lambda step: pipe.record(Start(generation, step)),
     )

@@ -19,11 +19,11 @@ from rolecall.gang.member import Action
 from rolecall.gang.protocol import OVER, Directive, Key, Outcome, RoleSpec, WorkerState, WorkerStatus, name_of
 from rolecall.messages.worker import Drain
 from rolecall.rank import fork_server
-from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.spares import Spares
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.files import FileWork
+from rolecall.record.history import Journal
 from rolecall.telemetry import WorkerFiles
 
 UNDECIDED = ("killed", "silent", "lost")  # outcomes of a check that say nothing about the settings
@@ -52,24 +52,20 @@ class WorkerManager:
         # a worker needs no token: its tunnel has it
         self.settings = settings.model_copy(update={"job_token": None, "job_token_file": None})
         self.metrics, self.files = metrics, files
-        telemetry.begin(metrics.worker_restarts, telemetry.WORKER_CAUSES)
+        telemetry.init_labels(metrics.worker_restarts, telemetry.WORKER_CAUSES)
         self.worker: WorkerProcess | None = None
         self._spares: Spares | None = None  # of a role that stays, with SPARES
         self._state: WorkerState = "none"  # of the worker, at its last change
         self._attaching_since: float | None = None  # monotonic seconds
         self._unlogged: WorkerProcess | None = None  # a lost worker whose end is not logged yet
         self.log = telemetry.log()
-        self._coordinator: Coordinator | None = None
+        self.journal: Journal | None = None  # of rank 0, once it has started
         self.recordings = Recordings(files.directory, lambda: self.worker)
         self._changed, self._tunnel = changed, tunnel
         self._warned = False  # of another source on disk
         self._warned_of_spares = False
         self._source_watch: asyncio.Future[None] | None = None
         self._checked = set[str]()  # roles whose settings were checked since the gang assigned them
-
-    def keep_history(self, coordinator: Coordinator) -> None:
-        """Has `coordinator` record what rank 0's workers record from now on."""
-        self._coordinator = coordinator
 
     def prepare(self) -> None:
         """Starts the process that workers are forked from, unless it runs. Raises UsageError if it cannot start."""
@@ -198,7 +194,7 @@ class WorkerManager:
             stacks=_stacks(directory),
             tunnel=self._tunnel,
         )
-        worker = WorkerProcess(task, lambda: self._worker_changed(worker), self._coordinator)
+        worker = WorkerProcess(task, lambda: self._worker_changed(worker), self.journal)
         return worker
 
     async def _prepare_spares(self, place: Key, is_rank0: bool) -> None:

@@ -10,7 +10,7 @@ import select
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from rolecall.gang.protocol import ALIVE, ATTACHED, Join, LostPeer, Outcome, Wor
 from rolecall.messages import worker as messages
 from rolecall.observe.cgroup import Cgroup
 from rolecall.rank import descendants, fork_server, stack_dump
-from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
 from rolecall.record.files import FileWork
-from rolecall.record.history import Record
+from rolecall.record.history import Journal
 from rolecall.record.pending_calls import Reported
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -71,13 +70,13 @@ def _ignore() -> None:
 
 
 class WorkerProcess:
-    """One worker, from `start` to its end. `changed` is called whenever its status changes. Rank 0's `coordinator` keep
-    the records that it sends.
+    """One worker, from `start` to its end. `changed` is called whenever its status changes. Rank 0's `journal` records
+    the rows that it sends.
 
     `generation` and `join` are those of its newest part in a generation, or of the one that it loads for.
     """
 
-    def __init__(self, task: Task, changed: Callable[[], None], coordinator: Coordinator | None = None) -> None:
+    def __init__(self, task: Task, changed: Callable[[], None], journal: Journal | None = None) -> None:
         self.task = task
         self.state: WorkerState = "starting" if task.attachment or task.check else "loading"
         self.generation = task.attachment.generation if task.attachment else 0
@@ -100,7 +99,7 @@ class WorkerProcess:
         self._departure: tuple[Outcome, str] = "", ""  # of a ready worker: why it left its generation, and the error
         self._detaching: str | None = None  # why; None unless it has been told to detach
         self._changed = changed
-        self._coordinator = coordinator
+        self._journal = journal
         self._kill_outcome: Outcome = ""
         self._pid = 0
         self._pidfd = -1
@@ -305,7 +304,8 @@ class WorkerProcess:
         self._received_at = time.monotonic()
         match message:
             case messages.Report():
-                self._keep(message.records)
+                if self._journal:
+                    self._journal.record(message.rows)
                 first_step, phase_changed = self.step == 0 and message.step > 0, self.phase != message.phase
                 if phase_changed:
                     self.phase_since = self._received_at
@@ -313,9 +313,6 @@ class WorkerProcess:
                 self.long_calls, self.file_work = message.long_calls, message.file_work
                 if not (first_step or phase_changed):
                     return
-            case messages.Records(records):
-                self._keep(records)
-                return
             case messages.Loaded():
                 if self.state != "loading":
                     return  # it is attached already
@@ -344,10 +341,6 @@ class WorkerProcess:
             case messages.Result(outcome, error, step, summary):
                 self.outcome, self.error, self.step, self.summary = outcome, error, step, summary
         self._changed()
-
-    def _keep(self, records: Sequence[Record]) -> None:
-        if self._coordinator:
-            self._coordinator.record(records)
 
     def _exited(self) -> None:
         loop = asyncio.get_running_loop()

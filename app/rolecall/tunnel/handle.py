@@ -71,7 +71,7 @@ class Handle:
     async def follow(self, metrics: Any) -> None:
         """Keeps its metrics up to date. Raises ConnectionError once the tunnel has ended."""
         loop, total, refused = asyncio.get_running_loop(), 0, Counter[str]()
-        telemetry.begin(metrics.tunnel_refused, (*REASONS, UNKNOWN_SERVICE, RENEWAL))
+        telemetry.init_labels(metrics.tunnel_refused, (*REASONS, UNKNOWN_SERVICE, RENEWAL))
         self._socket.setblocking(False)
         while message := await loop.sock_recv(self._socket, 4096):
             figures: Figures = decode(Figures, message)

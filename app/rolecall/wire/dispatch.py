@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from rolecall.declare import loader
 from rolecall.declare.remote import MARK, Remote, find, remote
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
-from rolecall.record.recorder import NOTHING, Nothing, Span
+from rolecall.record.recorder import NOOP, NoopSpan, Span
 from rolecall.wire import late, tracing
 from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
@@ -333,7 +333,7 @@ class Dispatcher:
         call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
         if call.cancelled:
             call.coroutine.cancel()
-        self._answer_later(call, call.coroutine, NOTHING, waits=False)
+        self._answer_later(call, call.coroutine, NOOP, waits=False)
 
     def _hand_over(self, call: Call, handover: Handover[Any]) -> None:
         place = call.link, call.number
@@ -355,7 +355,7 @@ class Dispatcher:
                 continue
 
     def _answer_later(
-        self, call: Call, future: concurrent.futures.Future[Any], span: Span | Nothing, waits: bool = True
+        self, call: Call, future: concurrent.futures.Future[Any], span: Span | NoopSpan, waits: bool = True
     ) -> None:
         def done(_: concurrent.futures.Future[Any]) -> None:
             if future.cancelled():

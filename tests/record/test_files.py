@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from rolecall.record.disk import Disk
+from rolecall.record.files import Disk
 
 HANGING = """
 import asyncio, contextlib, time
-from rolecall.record.disk import Disk
+from rolecall.record.files import Disk
 
 async def main():
     with contextlib.suppress(TimeoutError):

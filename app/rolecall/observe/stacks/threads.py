@@ -1,12 +1,14 @@
-"""Threads and their frames in a reply to the query "stacks": what a thread does and waits for."""
+"""A rank's reply to the query `ReadStacks`: its worker's threads with their frames, what each does and waits for."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
+
+from msgspec import Struct
+
+from rolecall.wire.messages import MAX_RUNNING
 
 State = Literal["computes", "moves", "sleeps", "input", "waits", "stopped", ""]
 # frames that call a method for a peer
@@ -35,8 +37,7 @@ WAITS = {
 }
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(Struct, frozen=True, array_like=True):
     """A frame: its function, its file, the line's number, 0 if unknown, and text."""
 
     function: str
@@ -67,8 +68,7 @@ class Frame:
         return f"{self.function} ({self.file}:{self.line})"
 
 
-@dataclass(frozen=True)
-class Thread:
+class Thread(Struct, frozen=True, dict=True):
     """A thread of a worker. `number` is its native ID; `frames` are those of Python, the innermost first.
 
     `state` is its activity while it was watched: it "computes", "moves" a little, "sleeps" for a time, waits for
@@ -81,21 +81,6 @@ class Thread:
     main: bool = False
     gil: bool = False
     name: str = ""
-
-    @classmethod
-    def read(cls, reply: Mapping[str, Any]) -> Thread:
-        """A thread of a reply."""
-        frames = tuple(
-            Frame(str(function), str(file), int(line), str(text)) for function, file, line, text in reply["frames"]
-        )
-        return cls(
-            int(reply["number"]),
-            frames,
-            state=reply["state"],
-            main=bool(reply["main"]),
-            gil=bool(reply["gil"]),
-            name=str(reply["name"]),
-        )
 
     @property
     def waits(self) -> bool:
@@ -170,6 +155,52 @@ class Thread:
             return f"waits for the lock {lock}" if lock else "waits for a lock"
         words = {"moves": "goes on", "input": "waits for input or output"}.get(self.state, self.state)
         return f"{words}, holds the GIL" if self.gil else words
+
+
+class Call(Struct, frozen=True, array_like=True):
+    """A pending call: to which rank, of which method, for how many seconds, and the number of the calling thread."""
+
+    to: str
+    method: str
+    seconds: float
+    thread: int = 0
+
+
+class Rank(Struct, frozen=True):
+    """A rank's reply, with its worker's state, and why there are no stacks in `note`; or the `error` why there is no
+    reply. The worker's last heartbeat was `silent_seconds` ago. Who asks adds the rank's name."""
+
+    name: str = ""
+    threads: tuple[Thread, ...] = ()
+    calls: tuple[Call, ...] = ()
+    state: str = "running"
+    note: str = ""
+    generation: int = 0
+    step: int = 0
+    phase: str = ""
+    phase_seconds: float = 0.0
+    silent_seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def role(self) -> str:
+        """The rank's role."""
+        return self.name.rpartition("_")[0]
+
+    @property
+    def running(self) -> bool:
+        """Whether it has a worker that has started."""
+        return self.state == "running" and not self.error
+
+    @property
+    def serving(self) -> tuple[Thread, ...]:
+        """The threads that serve remote calls."""
+        return tuple(thread for thread in self.threads if thread.in_call)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it carries out as many calls as it may at a time."""
+        return len(self.serving) >= MAX_RUNNING
 
 
 def _waiting(frame: Frame) -> bool:

@@ -84,7 +84,7 @@ class Gang:
                 if me.rank
                 else Checkpoints(folder, "pi", generation, fence=lambda: rundir.read_generation(directory).number),
             )
-            context.transport = self.calls
+            context.group.use(self.calls)
             self.calls.of[me.name] = context.shares
             if me.rank == 0:
                 self.context, self.model = context, Sharded(context, "model", "ps")

@@ -91,7 +91,7 @@ def fake() -> Fake:
 @pytest.fixture
 def rank0(tmp_path: Path, fake: Fake) -> Context[Any]:
     context = contexts.make(tmp_path, job=JOB)
-    context.transport = cast(Transport, fake)
+    context.group.use(cast(Transport, fake))
     return context
 
 

@@ -19,7 +19,7 @@ from rolecall.config import Settings
 from rolecall.context import training
 from rolecall.context.context import Context, choose_device
 from rolecall.context.progress import ProgressEvent
-from rolecall.context.transport import WireTransport
+from rolecall.context.transport import Transport
 from rolecall.errors import Drained, PeerLostError, UsageError
 from rolecall.fields import FromUser
 from rolecall.record import rundir
@@ -44,7 +44,7 @@ def test_progress_of_another_rank_counts_at_rank_0(tmp_path: Path, supervisor: S
     rank0, context = make(tmp_path), make(tmp_path, supervisor, me=ONE)
     with pytest.raises(RuntimeError, match="not connected"):
         context.log(1)
-    context.transport = Forwarding(rank0)
+    context.group.use(Forwarding(rank0))
     context.start(0, total=10)
     context.log(3, done=4, loss=0.5, score=0.1, epoch=1, message="x", rpc_connect_seconds=2)
     assert [value(metric) for metric in (rank0.metrics.done, rank0.metrics.score, rank0.metrics.step)] == [4, 0.1, 3]
@@ -392,7 +392,7 @@ def test_an_argument_that_cannot_be_pickled_is_named(
     context = make(tmp_path)
     wires = Wires("agent_0", "observer_0")
     wire = wires.wires["agent_0"]
-    transport = WireTransport(wire, context.metrics, context.watchdog, rank0="agent_0", rpc_timeout=9)
+    transport = Transport(wire, context.metrics, context.watchdog, rank0="agent_0", rpc_timeout=9)
     with pytest.raises(UsageError, match=f"{named} of observer_0.echo is a lock, which cannot be pickled"):
         transport.call("observer_0", Request("echo", args, kwargs, 0.0), Deadline(0.0))
     wires.close()

@@ -66,7 +66,7 @@ def wire() -> Wire:
 def context(tmp_path: Path, supervisor: Supervisor, wire: Wire) -> Context:
     """Rank 0's, of an agent and two observers, of which one may be lost."""
     context = make(tmp_path, supervisor, lease_seconds=1)
-    context.transport = wire
+    context.group.use(wire)
     context.watchdog.ready()
     return context
 
@@ -216,7 +216,7 @@ def test_rank_0_serves_no_methods_with_turn(tmp_path: Path, wire: Wire) -> None:
     """It would come to them once its `run` has returned, and ends then."""
     for me in (AGENT, ONE):
         context = make(tmp_path, me=me)
-        context.transport = wire
+        context.group.use(wire)
         for call in (functools.partial(context.call, AGENT), context.call_all, context.call_any):
             with pytest.raises(UsageError, match=r"^Agent.in_turn has turn=True, which rank 0 never serves"):
                 call(Agent.in_turn)
@@ -247,7 +247,7 @@ class Other(Shared): ...
 def test_a_method_of_several_roles_needs_to_be_told_which(tmp_path: Path, wire: Wire) -> None:
     job = Job([Role("agent", One), Role("observer", Other, count=2, minimum=1)])
     context = make(tmp_path, job=job)
-    context.transport = wire
+    context.group.use(wire)
     with pytest.raises(UsageError, match=r"several roles \(agent, observer\); say options\(role=...\)$"):
         context.call_all(Shared.shared)
     context.options(role="observer").call_all(Other.shared)
@@ -303,7 +303,7 @@ def test_when_all_were_lost_in_a_drain_there_are_no_answers(context: Context, wi
 
 def test_a_call_in_a_phase_may_take_a_phase(tmp_path: Path, supervisor: Supervisor, wire: Wire) -> None:
     context = make(tmp_path, supervisor, phase_timeout=500)
-    context.transport = wire
+    context.group.use(wire)
     context.start(0)
     context.options(timeout=3).call(TWO, Observer.double, 1)
     context.options(timeout=0).call(TWO, Observer.double, 1)

@@ -249,7 +249,7 @@ class Ranks:
         self.actor = Actor(model.build(self.settings, self.spaces, self.choices), CPU)
         observation = self.spaces.observation
         self.batcher = Batcher(self.actor, observation.shape, observation.dtype, wait=0.0)
-        self.context.transport = Direct(self.batcher)
+        self.context.group.use(Direct(self.batcher))
 
     def close(self) -> None:
         self.batcher.close()

@@ -257,7 +257,7 @@ class Gang:
             attach(server, attachment)
             self.servers.append(server)
 
-        self.master.transport = Calls({server.context.me.name: server for server in self.servers})
+        self.master.group.use(Calls({server.context.me.name: server for server in self.servers}))
         self.table, self.step = ShardedTable(self.master), 0
         self.step = self.master.restore({"embeddings": self.table, "step": 0})["step"]
         self.table.start(self.step)

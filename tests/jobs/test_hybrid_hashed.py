@@ -358,7 +358,7 @@ def test_a_kept_table_is_a_fresh_one_in_the_next_generation(tmp_path: Path, save
         assert first.context.training.require_saver().wait(60)
     for number in range(5, 8):
         step(first, ids[number])
-    again = together(tmp_path, 2, 2, kept=first.context.transport.servers, **same)
+    again = together(tmp_path, 2, 2, kept=first.context.group.transport.servers, **same)
     fresh = together(tmp_path, 2, 2, **same)
     for whole in (again, fresh):
         whole.context.restore({"embeddings": whole})
@@ -460,7 +460,7 @@ def test_a_checkpoint_is_evaluated_and_exported(tmp_path: Path, form: str, capsy
 
 
 def held(whole: Any) -> list[HashedTable]:
-    return [server.table for server in whole.context.transport.servers.values()]
+    return [server.table for server in whole.context.group.transport.servers.values()]
 
 
 def looked_up(whole: Any, ids: Any) -> Tensor:
@@ -474,7 +474,7 @@ def filters(whole: Any) -> list[list[int]]:
 def step(whole: Any, ids: Any) -> None:
     """A step at every server."""
     lookup = bags(*([each] for each in ids.tolist()))
-    servers = list(whole.context.transport.servers.values())
+    servers = list(whole.context.group.transport.servers.values())
     for server, share in zip(servers, lookup.route(len(servers), server_cells(servers)), strict=True):
         make_step_at(server, share, gradient_of(lookup.rows))
 

@@ -75,7 +75,7 @@ def together(
             served[me.name] = TableServer(context)
             served[me.name].hold(build(settings, me.ordinal))
         attach(served[me.name], attachment)
-    master.transport = Calls(served)
+    master.group.use(Calls(served))
     return ShardedTable(master)
 
 
@@ -89,14 +89,14 @@ def make_step(server: TableServer, lookup: Bags, gradient: torch.Tensor) -> None
 def step(whole: ShardedTable, number: int) -> None:
     """Some rows at each server are updated."""
     generator = torch.Generator().manual_seed(number)
-    for server in whole.context.transport.servers.values():
+    for server in whole.context.group.transport.servers.values():
         rows = torch.randperm(len(server.table.weight), generator=generator)[:40].sort().values
         make_step(server, Bags(rows, torch.arange(len(rows) + 1), None), torch.randn(len(rows), 3, generator=generator))
         assert server.step == number
 
 
 def tables(whole: ShardedTable) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    servers = whole.context.transport.servers.values()
+    servers = whole.context.group.transport.servers.values()
     return [(server.table.weight.detach().clone(), server.table.squares.clone()) for server in servers]
 
 
@@ -143,7 +143,7 @@ def test_a_kept_table_is_a_fresh_one_in_the_next_generation(tmp_path: Path, save
     step(first, 2)
     first.begin(4)
     step(first, 3)
-    servers = first.context.transport.servers
+    servers = first.context.group.transport.servers
     for server in servers.values():  # a trainer has sent its part of the next step, and looks a later one up
         server.add_bags(0, Bags(torch.arange(3), torch.arange(4), None))
         waiting = server.lookup(9, Bags(torch.arange(3), torch.arange(4), None))
@@ -166,7 +166,7 @@ def test_no_row_is_restored_while_an_update_of_the_generation_before_runs(
     whole = together(tmp_path, 1)
     whole.context.restore({"embeddings": whole})
     whole.start(0)
-    (server,) = whole.context.transport.servers.values()
+    (server,) = whole.context.group.transport.servers.values()
     updates, goes_on, update = threading.Event(), threading.Event(), server.table.update
 
     def slow(rows: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -207,4 +207,4 @@ def test_filling_a_share_may_take_a_phase(tmp_path: Path) -> None:
     whole = together(tmp_path, 2, step_timeout=5.0, phase_timeout=900.0)
     for _ in range(2):  # the first time the servers may be loading
         whole.start(0)
-    assert [float(each) for each in whole.context.transport.deadlines[2:]] == [900.0, 900.0]
+    assert [float(each) for each in whole.context.group.transport.deadlines[2:]] == [900.0, 900.0]

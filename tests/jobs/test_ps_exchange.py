@@ -66,7 +66,7 @@ class Gang(Calls):
         self.roles.update(self.servers)
         self.sent: dict[str, list[Tensor]] = {}
         for context in contexts.values():
-            context.transport = self
+            context.group.use(self)
         self.replicas = {me.name: Replica(contexts[me.name]) for me in members if me.role == "trainer"}
         self.version, self.blank = 0, torch.zeros(1, 784 if factory is logistic else 20)
         for replica in self.replicas.values():

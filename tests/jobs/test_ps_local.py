@@ -71,7 +71,7 @@ class Servers:
         ordinal = int(who.name[-1])
         me = Peer("trainer", ordinal, len(members) + ordinal, who.join)
         context = Context(self.settings, Attachment(1, me, (*members, me)), MagicMock())
-        context.transport = self
+        context.group.use(self)
         return context
 
     def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:

@@ -42,14 +42,14 @@ def replica(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     members = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2))
     settings = PsSettings(job="ps", servers=2, model=f"{__name__}:factory", **request.param)
     context = Context(settings, Attachment(1, members[2], members), MagicMock())
-    context.transport = Calls()
+    context.group.use(Calls())
     return Replica(context)
 
 
 @pytest.mark.parametrize("replica", [{"update_mode": "sync"}, {"update_mode": "async"}], indirect=True)
 def test_the_gradient_is_sent_in_parts(replica: Replica) -> None:
     torch.manual_seed(0)
-    calls, inputs = replica.context.transport, torch.randn(5, 20)
+    calls, inputs = replica.context.group.transport, torch.randn(5, 20)
     for number in range(3):
         expected = torch.autograd.grad(replica.model(inputs * number).sum(), list(replica.model.parameters()))
         replica.backward(replica.model(inputs * number).sum(), 5, 0)

@@ -51,7 +51,8 @@ class Transport:
 
 def make() -> tuple[Reports, Transport]:
     context = Context(PsSettings(job="ps", servers=2), Attachment(1, MEMBERS[1], MEMBERS), MagicMock())
-    context.transport = transport = Transport()  # type: ignore[assignment]
+    transport = Transport()
+    context.group.use(transport)
     return Reports(context.logger, partial(context.call, context.rank0, Server.complete)), transport
 
 

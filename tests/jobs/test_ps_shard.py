@@ -250,7 +250,8 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
         supervision=supervisor,
     )
     first = Server(Context(settings_of(servers=2), Attachment(1, members[0], members), MagicMock()))
-    context.transport = calls = Calls()  # type: ignore[assignment]
+    calls = Calls()
+    context.group.use(calls)
     calls.roles["ps_0"] = first
     server = Server(context)
     server.shard.begin_with([torch.zeros(server.total)])

@@ -35,14 +35,14 @@ def together(directory: Path, servers: int, **chosen: Any) -> ShardedModel:
         metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
         checkpoints = None if me.rank else Checkpoints(directory, "ps", 1)
         context = Context(settings, Attachment(1, me, members), metrics, JOB, checkpoints=checkpoints)
-        context.transport = calls  # type: ignore[assignment]
+        context.group.use(calls)
         calls.roles[me.name], calls.shares[me.name] = Server(context), context.shares
     first = cast(Server, calls.roles["ps_0"])
     return ShardedModel(first.context, first)
 
 
 def servers_of(whole: ShardedModel) -> list[Server]:
-    return list(whole.server.context.transport.roles.values())
+    return list(whole.server.context.group.transport.roles.values())
 
 
 def step(whole: ShardedModel, version: int) -> None:
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     Checkpoints(tmp_path, "ps", 1).write(
         7, {"model": {"parameters": flat, "optimizer": state, "buffers": [torch.arange(3)]}}, {"done": 1.0}
     )
-    calls = whole.server.context.transport
+    calls = whole.server.context.group.transport
     call = calls.call
 
     def counted(to: str, request: Request, deadline: Deadline) -> Any:

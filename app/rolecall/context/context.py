@@ -130,23 +130,9 @@ class Context(Calls, Generic[S]):
         return self.group.lost
 
     @property
-    def mapped(self) -> set[str]:
-        """The names of the peers that CUDA tensors can be sent to."""
-        return self.group.mapped
-
-    @property
     def rank0(self) -> Peer:
         """The member of rank 0."""
         return self.members[0]
-
-    @property
-    def transport(self) -> Any:
-        """What carries the calls; None before it is connected."""
-        return self.group.transport
-
-    @transport.setter
-    def transport(self, transport: Any) -> None:
-        self.group.use(transport)
 
     # ---- calls
 

@@ -55,7 +55,6 @@ class Group:
         self.transport: Transport | None = None  # None while the worker cannot call its peers
         self.lost = set[str]()
         self.joins = self.losses = 0  # of peers, so far
-        self.mapped = set[str]()  # peers that CUDA tensors can be sent to
         self.queues = Queues(metrics)  # that this member owns
         self.logger = telemetry.log()
         self.drain_ordered = threading.Event()
@@ -81,7 +80,6 @@ class Group:
             self._waits = self._waits or self.session is not None
             session = self.session = Session(attachment.generation, attachment.me.join)
             self._attachment, self.lost = attachment, set(attachment.lost)
-            self.mapped.clear()
             self.watchdog.forget_calls()
             self.drain_ordered.clear()
             self._changed.notify_all()

@@ -14,7 +14,7 @@ from rolecall import config
 from rolecall.config import Settings
 from rolecall.context.context import Context
 from rolecall.context.services import Met, Services
-from rolecall.context.transport import WireTransport
+from rolecall.context.transport import Transport
 from rolecall.declare import registry
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.telemetry import Timer
@@ -68,7 +68,7 @@ def meet(
         lost=group.disconnected,
         session=session,
     )
-    transport = WireTransport(wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout)
+    transport = Transport(wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout)
     group.connect(transport, session)
     if wire.me == rank0:
         services.expect()

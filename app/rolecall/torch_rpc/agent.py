@@ -108,5 +108,5 @@ def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOpt
     for peer in context.members if device == "cuda" else ():
         if peer != context.me and store.get(f"device-{peer.rank}") == b"cuda":
             options.set_device_map(peer.name, {0: 0})
-            context.mapped.add(peer.name)
+            context.torch.mapped.add(peer.name)
     return options

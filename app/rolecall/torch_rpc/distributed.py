@@ -48,6 +48,7 @@ class Torch:
         _served[:] = [context]
         self.ask_port: Callable[[], int] | None = None
         self._store = store
+        self.mapped = set[str]()  # the names of the peers that CUDA tensors can be sent to
         self._lock = threading.RLock()
 
     def store(self, port: int | None = None) -> Store:

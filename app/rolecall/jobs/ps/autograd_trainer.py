@@ -18,7 +18,7 @@ def run(context: Context[PsSettings], train: data.Split) -> None:
     settings, metrics, me = context.settings, context.metrics, TrainerId.of(context.me, context.generation)
     lead = context.rank0
     deadline = 2 * settings.step_timeout + settings.phase_timeout + settings.rpc_timeout  # the lead saves, too
-    calls, device = context.options(timeout=deadline), context.device if lead.name in context.mapped else "cpu"
+    calls, device = context.options(timeout=deadline), context.device if lead.name in context.torch.mapped else "cpu"
     key = GradientKey(me, 0)
     answer = calls.call(lead, Server.exchange, GradientPart(key, 0, None, BatchReport(0, 0))).result()
     server = context.reference(lead)

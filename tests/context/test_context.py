@@ -161,7 +161,7 @@ def full(context: Context, monkeypatch: pytest.MonkeyPatch) -> Context:
     def write(*_: object, **__: object) -> Path:
         raise CheckpointError("no space left")
 
-    monkeypatch.setattr(context.require_checkpoints(), "write", write)
+    monkeypatch.setattr(context.training.require_saver().checkpoints, "write", write)
     return context
 
 

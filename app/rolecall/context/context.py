@@ -15,7 +15,7 @@ from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
 from rolecall.checkpoint.saving import Saver, State
 from rolecall.checkpoint.shards import Shares
 from rolecall.config import Settings
-from rolecall.context.calls import Calls, wait_all
+from rolecall.context.calls import Calls
 from rolecall.context.group import Group
 from rolecall.context.progress import Progress, StepLogged, Supervision, TrainingStarted
 from rolecall.context.queues import Queue
@@ -25,7 +25,7 @@ from rolecall.context.watchdog import Phase, Watchdog
 from rolecall.context.weights import Publisher, Weights
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Attachment, Peer
-from rolecall.errors import PeerLostError, UsageError
+from rolecall.errors import UsageError
 from rolecall.record import rundir
 from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
 from rolecall.wire.dispatch import Dispatcher
@@ -68,7 +68,7 @@ class Context(Calls, Generic[S]):
         self.logger = telemetry.log()
         self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.distributed.Torch`; `connect` sets it
         self._seeds = (attachment.me.rank, attachment.generation) if attachment else tuple(seeds)
-        self._role_object: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.role_object: concurrent.futures.Future[Any] = concurrent.futures.Future()  # once it is made
         self.watchdog = watchdog or Watchdog(
             settings.phase_timeout, settings.stuck_seconds, limit_loading=attachment is None or attachment.me.rank == 0
         )
@@ -88,9 +88,9 @@ class Context(Calls, Generic[S]):
         self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
         self.services = Services(self.group, self.progress, lambda: int(self.torch.start_store()))
         self.dispatcher = Dispatcher(self.me.name, self.services)
-        self.dispatcher.offer(self.shares)
         self.weights = Publisher(self.group, metrics)
-        self.dispatcher.offer(self.weights.service)
+        for offered in (self.group.queues, self.shares, self.weights.service):
+            self.dispatcher.offer(offered)
 
     # ---- identity and peers
 
@@ -136,9 +136,13 @@ class Context(Calls, Generic[S]):
 
     # ---- calls
 
-    def wait_all(self, calls: Sequence[concurrent.futures.Future[T]]) -> list[T]:
+    @staticmethod
+    def wait_all(calls: Sequence[concurrent.futures.Future[T]]) -> list[T]:
         """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
-        return wait_all(calls)
+        with recorder.span("wait"):
+            for call in concurrent.futures.as_completed(calls):  # each ends at its own deadline
+                call.result()
+        return [call.result() for call in calls]
 
     def queue(self, name: str, maxsize: int, at: Peer | None = None) -> Queue[Any]:
         """The queue `name` of at most `maxsize` items, which the member `at` owns; without it, rank 0 does. Every rank
@@ -195,19 +199,11 @@ class Context(Calls, Generic[S]):
     def serve(self, target: object) -> None:
         """Peers call the methods of `target`, this role's object, from now on. The worker calls it, with what it has
         made of the role's class."""
-        if not self._role_object.done():
-            self._role_object.set_result(target)
+        if not self.role_object.done():
+            self.role_object.set_result(target)
         if not self.group.is_rank0:
             self.watchdog.ready()
         self.dispatcher.serve(target)
-
-    def role_object(self) -> Any:
-        """This role's object. Raises PeerLostError if it is not made within PHASE_TIMEOUT."""
-        limit = self.settings.phase_timeout
-        try:
-            return self._role_object.result(limit)
-        except TimeoutError:
-            raise PeerLostError(f"{self.me.name} was not ready within PHASE_TIMEOUT={limit:g} s") from None
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Calls `listener(name)`, from another thread, for every peer that is lost from now on: in this generation, and
@@ -301,10 +297,6 @@ class Context(Calls, Generic[S]):
         """Returns as soon as a drain is ordered, which is seen then as by `draining`."""
         self.group.drain_ordered.wait()  # bounded by the supervisor
         self.training.see_drain()
-
-    def require_checkpoints(self) -> Checkpoints:
-        """The run's checkpoints. Raises UsageError at another rank than rank 0."""
-        return self.training.require_checkpoints()
 
     @property
     def files(self) -> Path:

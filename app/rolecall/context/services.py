@@ -12,7 +12,6 @@ from rolecall.context.progress import Progress, ProgressEvent
 from rolecall.declare.remote import remote
 from rolecall.errors import PeerLostError
 from rolecall.wire.connecting import Address
-from rolecall.wire.dispatch import Handover
 from rolecall.wire.late import stacks_of
 
 Search = concurrent.futures.Future[Address]
@@ -41,16 +40,6 @@ class Services:
         self._ready = set[str]()  # members that know the others' addresses
         self._all_ready = threading.Event()
         self._lock, self._store_lock = threading.Lock(), threading.Lock()
-
-    @remote
-    async def queue_put(self, name: str, maxsize: int, item: Any, seconds: float | None) -> bool:
-        """See `Queues.put`."""
-        return await self._group.queues.put(name, maxsize, item, seconds)
-
-    @remote
-    async def queue_get(self, name: str, maxsize: int, seconds: float | None) -> Handover[tuple[Any, ...]] | tuple[()]:
-        """See `Queues.get`."""
-        return await self._group.queues.get(name, maxsize, seconds)
 
     @remote
     def stacks(self, method: str) -> str:

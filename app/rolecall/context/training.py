@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rolecall import telemetry
-from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
+from rolecall.checkpoint.checkpoint import Snapshot
 from rolecall.checkpoint.saving import Saver, State
 from rolecall.checkpoint.sharded import Sharded
 from rolecall.context.group import Group
@@ -56,10 +56,6 @@ class Training:
             raise UsageError("only rank 0 reads and writes checkpoints")
         return self.saver
 
-    def require_checkpoints(self) -> Checkpoints:
-        """The run's checkpoints. Raises UsageError at another rank than rank 0."""
-        return self.require_saver().checkpoints
-
     @property
     def _step_of_state(self) -> int:
         """The step that the state belongs to: within a step, the state is that after it."""
@@ -97,7 +93,7 @@ class Training:
 
     def snapshot(self) -> Snapshot | None:
         """See `Context.snapshot`."""
-        checkpoints = self.require_checkpoints()
+        checkpoints = self.require_saver().checkpoints
         with self._watchdog.phase("restoring"):
             self._start_recorded = self._looked_for_checkpoint = True
             snapshot = checkpoints.newest(self._load_shares)

@@ -22,7 +22,7 @@ from rolecall import config, machine, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.config import Settings
 from rolecall.context.context import Context, seed_generators
-from rolecall.context.eager import lighten
+from rolecall.context.eager import skip_dynamo_import
 from rolecall.context.memory import keep_freed_memory
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare import loader, registry
@@ -123,7 +123,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     settings, role = _settings(task, job), role_of(task, job)
     is_rank0, attachment = task.is_rank0, task.attachment
     torch.set_num_threads(1)  # see Context.threads
-    lighten()
+    skip_dynamo_import()
     keep_freed_memory(KEPT_BYTES)
     if task.directory:
         telemetry.use_directory(task.directory)

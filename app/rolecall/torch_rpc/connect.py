@@ -12,6 +12,7 @@ from typing import Any
 
 from rolecall.context import meeting
 from rolecall.context.context import Context
+from rolecall.declare import registry
 from rolecall.torch_rpc.distributed import Torch
 from rolecall.torch_rpc.store import local_address
 from rolecall.tunnel.client import TunnelClient
@@ -39,7 +40,7 @@ def connect(context: Context[Any], directory: Path, tunnel: Path | None = None, 
     if context.job is not None and not context.job.rpc:
         torch.store()
         return
-    with_rpc = context.job is not None and context.job.uses_torch_rpc(settings)
+    with_rpc = context.job is not None and registry.uses_torch_rpc(context.job, settings)
     wire, store_port = meeting.meet(
         context,
         directory=directory,

@@ -109,5 +109,10 @@ class Torch:
 
 
 def _role_object() -> Any:
-    """Runs at the owner: the object of its role."""
-    return _served[0].role_object()
+    """Runs at the owner: the object of its role. Raises PeerLostError if it is not made within PHASE_TIMEOUT."""
+    (context,) = _served
+    limit = context.settings.phase_timeout
+    try:
+        return context.role_object.result(limit)
+    except TimeoutError:
+        raise PeerLostError(f"{context.me.name} was not ready within PHASE_TIMEOUT={limit:g} s") from None

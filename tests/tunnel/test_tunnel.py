@@ -19,7 +19,7 @@ import pytest
 from rolecall.errors import PeerLostError
 from rolecall.tunnel import local, places
 from rolecall.tunnel.local import loopback_listener
-from rolecall.tunnel.splice import Rewrite
+from rolecall.tunnel.relay import Rewrite
 from tests.ports import free_ports
 from tests.tunnel.tunnel_process import RANK_0
 from tests.tunnel.tunnels import Server, Tunnel, dialled, echo, received, until

@@ -3,11 +3,11 @@
 calls.py       The wire of one worker: its links to peers, the calls that it makes, and those that it carries out
 codec.py       Encodes values as pickle 5 with their large buffers beside it
 connecting.py  Connections between workers: Unix sockets, TLS, or unencrypted
-deadlines.py   Ends calls that are late
+deadlines.py   Ends calls that are late, and logs the stacks of their peers
 dispatch.py    Runs the calls that arrive: in the thread that read them, in the main thread, or in an event loop
 frames.py      Frames of a connection: a header, a pickle, and its large buffers
 future.py      The answer of a call, as the caller sees it
-late.py        Asks the peer of a call that has passed its deadline for its stacks, and logs them
+late.py        The stacks of what runs a called method, for a caller whose deadline has passed
 link.py        A link to a peer, made by the one that calls: frames go out by one socket and come in by another
 memory.py      Reads another process's memory, so that large buffers need not pass through a socket of one machine
 messages.py    What frames carry: requests, and what a method raised

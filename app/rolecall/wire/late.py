@@ -1,4 +1,4 @@
-"""Asks the peer of a call that has passed its deadline for its stacks, and logs them."""
+"""The stacks of the threads and coroutines that run a called method, for a caller whose deadline has passed."""
 
 from __future__ import annotations
 
@@ -11,29 +11,10 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-from rolecall import telemetry
-from rolecall.errors import CallTimeoutError, PeerLostError
-
 EXAMINE_SECONDS = 2.0  # that a call may take past its deadline, to ask the peer what it does
 MAX_STACKS_CHARS = 8_000
 loops = weakref.WeakSet[asyncio.AbstractEventLoop]()  # that run `async` methods
 HANDLER = "rolecall/wire/dispatch.py"  # the file of the frame that calls a method
-
-
-def judge(
-    late: CallTimeoutError, *, to: str, method: str, setting: str, seconds: float, stacks: str | None
-) -> Exception:
-    """Logs a call that is `late`, with the `stacks` of its peer. Returns the error to raise: `late`, or a PeerLostError
-    if the peer has not sent its stacks either."""
-    error: Exception = late
-    if stacks is None:
-        error = PeerLostError(f"{late}, nor sends its stacks: it is frozen or cut off")
-        error.__cause__ = late
-    details: dict[str, Any] = (
-        {"exception": f"stacks of {to}:\n{stacks}"} if stacks else {"stacks": "none: the peer does not answer"}
-    )
-    telemetry.log().warning("call timed out", peer=to, function=method, deadline_s=seconds, setting=setting, **details)
-    return error
 
 
 def stacks_of(method: str) -> str:

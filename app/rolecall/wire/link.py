@@ -20,7 +20,7 @@ from rolecall.wire import memory
 from rolecall.wire.codec import Encoded
 from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
 from rolecall.wire.memory import Region
-from rolecall.wire.readers import Readers, Watch
+from rolecall.wire.readers import LongCallMonitor, Readers
 from rolecall.wire.session import Session
 
 MAX_IN_FLIGHT_BYTES = 128 * 2**20  # of requests without an answer; a larger one goes alone
@@ -78,7 +78,7 @@ class Link:
         *,
         session: Session,
         limit: int,
-        watch: Watch,
+        monitor: LongCallMonitor,
         quick: Callable[[Link, Frame], bool],
         received: Callable[[Link, Frame], None],
         closed: Callable[[Link, str], None],
@@ -89,7 +89,7 @@ class Link:
         self._reader = FrameReader(sockets.incoming, limit, sockets.pid)
         self._writer = FrameWriter(sockets.outgoing, sockets.read_by_peer)
         self._quick, self._received, self._closed, self._drained = quick, received, closed, drained
-        self._readers = Readers(f"wire {peer}", watch, self._next, self._run)
+        self._readers = Readers(f"wire {peer}", monitor, self._next, self._run)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._ended = self._shut_down = self._unread = False

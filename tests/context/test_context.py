@@ -161,7 +161,7 @@ def full(context: Context, monkeypatch: pytest.MonkeyPatch) -> Context:
     def write(*_: object, **__: object) -> Path:
         raise CheckpointError("no space left")
 
-    monkeypatch.setattr(context.training.require_saver().checkpoints, "write", write)
+    monkeypatch.setattr(context.require_saver().checkpoints, "write", write)
     return context
 
 
@@ -193,7 +193,7 @@ def test_a_job_finishes_with_a_checkpoint_and_a_summary(
     context.start(0)
     clock.now += 3
     summary = context.finish("Finished: well", step=9, state={"x": 1}, accuracy=0.5)
-    assert summary == {"accuracy": 0.5, "seconds": 3, "saved": True} == context.training.finished
+    assert summary == {"accuracy": 0.5, "seconds": 3, "saved": True} == context.finished
     assert context.step == 9
     assert (logged[-1]["event"], logged[-1]["steps"], logged[-1]["seconds"]) == ("Finished: well", 9, 3)
     assert [read(path, "rl").state["x"] for path in tmp_path.glob("checkpoint-*")] == [1]
@@ -201,7 +201,7 @@ def test_a_job_finishes_with_a_checkpoint_and_a_summary(
 
 def test_a_job_without_steps_is_in_the_history_and_has_its_result(context: Context, supervisor: Supervisor) -> None:
     context.log(score=1.0)
-    result = context.training.end({"seconds": np.float32(0.5), "saved": "here", "all": [torch.tensor(2)]})
+    result = training.summary_of(context, {"seconds": np.float32(0.5), "saved": "here", "all": [torch.tensor(2)]})
     assert json.dumps(result) == '{"seconds": 0.5, "saved": "here", "all": [2]}'
     assert [(kind, step) for kind, step, _ in supervisor.records] == [("start", 0), ("score", 0)]
 
@@ -214,7 +214,7 @@ def test_a_result_that_no_summary_holds_is_refused_with_the_checkpoint_kept(
 ) -> None:
     context.restore({"x": 1})
     with pytest.raises(UsageError, match=r"the result.*; return a few numbers and strings by name$"):
-        context.training.end({"score": 1.0, "model": value})
+        training.summary_of(context, {"score": 1.0, "model": value})
     assert [read(path, "rl").state["x"] for path in tmp_path.glob("checkpoint-*")] == [1]
 
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_lost_at_the_end_is_told_apart_from_the_jobs_own_re
 ) -> None:
     monkeypatch.setattr(training, "LAST_CHECKPOINT_PAUSE_SECONDS", 0.0)
     full.restore({"x": 1})
-    result = full.training.end({"saved": 3})
+    result = training.summary_of(full, {"saved": 3})
     assert (result["saved"], result[rundir.CHECKPOINT_LOST]) == (3, True)
 
 
@@ -237,9 +237,9 @@ def test_a_function_that_returns_because_of_a_drain_has_not_finished(
     assert context.draining
     state["x"] = 2
     with pytest.raises(Drained):
-        context.training.end(None)
+        training.summary_of(context, None)
     assert [read(path, "rl").state["x"] for path in tmp_path.glob("checkpoint-*")] == [2] * restores
-    assert context.training.finished is None
+    assert context.finished is None
 
 
 def test_a_function_that_was_ready_before_a_drain_has_finished(context: Context) -> None:
@@ -247,13 +247,13 @@ def test_a_function_that_was_ready_before_a_drain_has_finished(context: Context)
     for _ in context.steps(1):
         context.drain()
         assert context.draining
-    assert "seconds" in context.training.end(None)
+    assert "seconds" in training.summary_of(context, None)
 
 
 def test_a_function_that_finishes_in_a_drain_has_finished(context: Context) -> None:
     context.drain()
     context.await_drain()
-    assert context.training.end(context.finish(score=1.0))["score"] == 1.0
+    assert training.summary_of(context, context.finish(score=1.0))["score"] == 1.0
 
 
 def test_training_seconds_survive_a_restart(context: Context, clock: Clock, tmp_path: Path) -> None:

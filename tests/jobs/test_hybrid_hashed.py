@@ -320,7 +320,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(
     for number in range(10, 20):
         step(first, ids[number])
     first.context.save(11, {"embeddings": first}, drain=False)
-    assert first.context.training.require_saver().wait(60)
+    assert first.context.require_saver().wait(60)
     second = together(tmp_path, after, max_rows=80 if after == 2 else 200, **same)
     second.context.restore({"embeddings": second})
     second.start(11)
@@ -355,7 +355,7 @@ def test_a_kept_table_is_a_fresh_one_in_the_next_generation(tmp_path: Path, save
         step(first, ids[number])
     if saves:
         first.context.save(5, {"embeddings": first}, drain=False)
-        assert first.context.training.require_saver().wait(60)
+        assert first.context.require_saver().wait(60)
     for number in range(5, 8):
         step(first, ids[number])
     again = together(tmp_path, 2, 2, kept=first.context.group.transport.servers, **same)

@@ -118,7 +118,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     first.context.save(2, {"embeddings": first}, drain=False)
     for number in (5, 6):
         step(first, number)
-    assert first.context.training.require_saver().wait(60)
+    assert first.context.require_saver().wait(60)
     second = together(tmp_path, 2, optimizer=optimizer, checkpoint_shards=mode)
     second.context.restore({"embeddings": second})
     second.start(2)
@@ -139,7 +139,7 @@ def test_a_kept_table_is_a_fresh_one_in_the_next_generation(tmp_path: Path, save
     step(first, 1)
     if saves:
         first.context.save(1, {"embeddings": first}, drain=False)
-        assert first.context.training.require_saver().wait(60)
+        assert first.context.require_saver().wait(60)
     step(first, 2)
     first.begin(4)
     step(first, 3)

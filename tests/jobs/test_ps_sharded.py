@@ -81,7 +81,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     first.context.save(2, {"model": first}, drain=False)
     for version in (3, 4):
         step(first, version)
-    assert first.context.training.require_saver().wait(60)
+    assert first.context.require_saver().wait(60)
     second = together(tmp_path, 2, checkpoint_shards=mode, **chosen)
     second.context.restore({"model": second})
     torch.testing.assert_close(state_of(second), saved, rtol=0, atol=0)

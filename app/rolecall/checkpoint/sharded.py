@@ -45,7 +45,7 @@ class Sharded:
     def __init__(self, context: Any, name: str, role: str) -> None:
         """`context` is this rank's `Context`. Raises UsageError at another rank than rank 0."""
         self.context, self.name, self.role = context, name, role
-        self.checkpoints: Checkpoints = context.training.require_saver().checkpoints
+        self.checkpoints: Checkpoints = context.require_saver().checkpoints
         self._step: int | None = None  # of the newest order
         self._collected: tuple[int, Collected] | None = None  # the newest
         self._files: dict[str, dict[str, ShardFile]] = {}  # of checkpoints, by name: candidates for links

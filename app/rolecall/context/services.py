@@ -98,7 +98,7 @@ class Services:
     def expect(self) -> None:
         """At rank 0: the members of the group are about to meet. One that is lost meanwhile is not waited for."""
         group = self._group
-        group.on_lost(lambda _: self._look())
+        group.on_lost.append(lambda _: self._look())
         with self._lock:
             self._expected = {peer.name for peer in group.members}
 

@@ -24,6 +24,7 @@ from rolecall.config import Settings
 from rolecall.context.context import Context, seed_generators
 from rolecall.context.eager import skip_dynamo_import
 from rolecall.context.memory import keep_freed_memory
+from rolecall.context.training import summary_of
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job, Role
@@ -164,7 +165,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
             watchdog.ready()
             pipe.report_loaded()
         attacher.run_forever(run)
-    summary = context.training.end(run() if run else None)
+    summary = summary_of(context, run() if run else None)
     return Result("finished", step=context.step, summary=summary)
 
 

@@ -315,11 +315,6 @@ def test_a_rank_is_loading_until_its_object_is_made(tmp_path: Path) -> None:
         assert context.watchdog.doing == after
 
 
-def test_wait_for_the_roles_object_is_bounded(tmp_path: Path) -> None:
-    with pytest.raises(PeerLostError, match=r"not ready within PHASE_TIMEOUT=0\.05 s"):
-        make(tmp_path, phase_timeout=0.05).role_object()
-
-
 # ---- where it computes
 
 

@@ -24,17 +24,13 @@ def connected(directory: Path) -> Context[Any]:
     context = make(directory)
     session = context.group.session
     assert session is not None
-    wire = Wire("agent_0", NOBODY, context.dispatcher, max_message_bytes=2**30, session=session)
+    wire = Wire("agent_0", nobody, context.dispatcher, max_message_bytes=2**30, lost=print, session=session)
     context.group.use(Transport(wire, context.metrics, context.watchdog, rank0="agent_0", rpc_timeout=DEADLINE))
     return context
 
 
-class Nobody:
-    def open(self, peer: str, join: int) -> Sockets:
-        raise PeerLostError(peer)
-
-
-NOBODY = Nobody()
+def nobody(peer: str, join: int) -> Sockets:
+    raise PeerLostError(peer)
 
 
 def published(directory: Path, module: nn.Module) -> tuple[Context[Any], Weights]:

@@ -18,7 +18,7 @@ from rolecall.wire.codec import encode
 from rolecall.wire.frames import Kind
 from rolecall.wire.late import stacks_of
 from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Link, Sockets
-from rolecall.wire.readers import Watch
+from rolecall.wire.readers import LongCallMonitor
 from rolecall.wire.session import Session
 from tests.wire.wires import DEADLINE, Wires, until
 
@@ -100,13 +100,12 @@ def test_a_peer_that_reads_nothing_is_lost(logged: list[EventDict]) -> None:
     wires = Wires("a")
     silent = list[socket.socket]()
 
-    class Silent:
-        def open(self, peer: str, join: int) -> Sockets:
-            ours, theirs = socket.socketpair()
-            silent.append(theirs)
-            return Sockets(ours, ours)
+    def dial(peer: str, join: int) -> Sockets:
+        ours, theirs = socket.socketpair()
+        silent.append(theirs)
+        return Sockets(ours, ours)
 
-    wires.wires["a"]._connector = Silent()
+    wires.wires["a"]._dial = dial
     with pytest.raises(PeerLostError, match="nor sends its stacks: it is frozen or cut off"):
         wires.call("a", "b", "echo", 1, seconds=0.2).result(DEADLINE)
     outcome = list[Any]()
@@ -187,7 +186,7 @@ class Gate:
 @pytest.fixture
 def gate(wires: Wires) -> Iterator[Gate]:
     made = Gate(wires)
-    wires.wires["a"]._connector = made
+    wires.wires["a"]._dial = made.open
     yield made
     for event in made.opened.values():
         event.set()
@@ -248,18 +247,16 @@ def test_a_peer_that_joins_again_is_connected_to_anew(wires: Wires, gate: Gate, 
 
 
 def test_a_peer_that_cannot_be_connected_to(wires: Wires) -> None:
-    class Broken:
-        def open(self, peer: str, join: int) -> Sockets:
-            raise ZeroDivisionError("broken")
+    def dial(peer: str, join: int) -> Sockets:
+        raise ZeroDivisionError("broken")
 
-    wires.wires["a"]._connector = Broken()
+    works, wires.wires["a"]._dial = wires.wires["a"]._dial, dial
     gone = threading.Event()
     wires.wires["a"].on_disconnect("b", lambda peer: gone.set())
     with pytest.raises(PeerLostError, match="b cannot be connected to: ZeroDivisionError: broken"):
         wires.call("a", "b", "echo", 1).result(DEADLINE)
     assert gone.wait(DEADLINE)
-    wires.wires["a"]._connector = Gate(wires)
-    wires.wires["a"]._connector.gate(0).set()
+    wires.wires["a"]._dial = works
     assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1  # it is not lost
 
 
@@ -330,7 +327,7 @@ def test_a_link_that_closes_while_it_sends(wires: Wires) -> None:
         Sockets(ours, ours),
         session=Session(),
         limit=2**30,
-        watch=Watch(),
+        monitor=LongCallMonitor(),
         quick=lambda *_: True,
         received=lambda *_: None,
         closed=lambda _, problem: closed.append(problem),

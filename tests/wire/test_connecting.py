@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -15,12 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rolecall.errors import PeerLostError
-from rolecall.wire import connecting
-from rolecall.wire.connecting import LENGTH, Hello, receive_hello, send_hello
+from rolecall.messages.codec import encode
+from rolecall.wire import codec, connecting
+from rolecall.wire.connecting import LENGTH, Hello, Reply, receive_hello, send_hello
+from rolecall.wire.frames import FrameReader, FrameWriter, Kind
 from rolecall.wire.messages import Deadline, Request
 from tests.tunnel.tunnels import dialled, received
+from tests.wire.test_fuzz import Sent
 from tests.wire.wires import DEADLINE, until
 from tests.wire.workers import Worker
 
@@ -81,8 +84,7 @@ def test_another_member_at_the_address_is_not_taken_for_the_peer(tmp_path: Path)
         a.wire.connect("c_0")
 
 
-def hello(**changes: Any) -> dict[str, Any]:
-    return Hello("x_0", "b_0", "tested", 1, 0, 0, "link", "both")._replace(**changes)._asdict()
+HELLO = Hello("x_0", "b_0", "tested", 1, 0, 0, "link", "both")
 
 
 @pytest.mark.parametrize(
@@ -92,10 +94,11 @@ def hello(**changes: Any) -> dict[str, Any]:
         b"\0",
         b"\xff\xff" + b"x" * 70_000,
         b"GET / HTTP/1.1\r\n\r\n",
-        LENGTH.pack(2) + b"[]",
-        LENGTH.pack(4000) + b"[" * 4000,
-        *(LENGTH.pack(len(body)) + body for body in [json.dumps(hello(direction="out")).encode(), b'{"reads": true}']),
-        *(LENGTH.pack(len(body)) + body for body in [json.dumps(hello(generation="1")).encode()]),
+        LENGTH.pack(1) + b"\x90",
+        *(
+            LENGTH.pack(len(body)) + body
+            for body in map(encode, (replace(HELLO, direction="out"), {"reads": True}, replace(HELLO, generation="1")))
+        ),
     ],
 )
 def test_what_is_no_hello_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, words: bytes) -> None:
@@ -105,7 +108,7 @@ def test_what_is_no_hello_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, words: 
         connection.sendall(words)
         with contextlib.suppress(ConnectionResetError):
             assert received(connection) == b""
-    until(lambda: not b.acceptor._greetings, "its end")
+    until(lambda: not b.acceptor._handshakes, "its end")
     assert not b.wire._accepted
 
 
@@ -125,30 +128,26 @@ def test_a_frame_right_behind_the_hello_is_not_lost(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(b.address.path)
         sock.settimeout(DEADLINE)
-        send_hello(sock, hello(probe="00"))
-        receive_hello(sock, time.monotonic() + DEADLINE)
-        from rolecall.wire.codec import encode
-        from rolecall.wire.frames import FrameReader, FrameWriter, Kind
-        from tests.wire.fuzz import Sent
-
+        send_hello(sock, HELLO)
+        receive_hello(Reply, sock, time.monotonic() + DEADLINE)
         sent: Any = Sent()
-        send_hello(sent, {"reads": False})
-        FrameWriter(sent).send(Kind.REQUEST, 1, encode(tuple(Request("echo", (5,), {}, 0.0))))
+        send_hello(sent, Reply())
+        FrameWriter(sent).send(Kind.REQUEST, 1, codec.encode(tuple(Request("echo", (5,), {}, 0.0))))
         sock.sendall(sent.data)
         assert FrameReader(sock, 2**20).next().kind == Kind.ANSWER
 
 
 def test_connections_that_say_nothing_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "MAX_GREETINGS", 8)
+    monkeypatch.setattr(connecting, "MAX_HANDSHAKES", 8)
     a, b, before = Worker("a_0"), Worker("b_0"), threading.active_count()
     a.knows(b)
     kept = [socket.create_connection(("127.0.0.1", b.address.port), DEADLINE) for _ in range(300)]
-    until(lambda: len(b.acceptor._greetings) == 8, "the bound")
+    until(lambda: len(b.acceptor._handshakes) == 8, "the bound")
     until(lambda: threading.active_count() - before <= 12, "their threads' end")
     assert call(a, "b_0", "echo", 1) == 1  # in place of the oldest
     for connection in kept:
         connection.close()
-    until(lambda: not b.acceptor._greetings, "their end")
+    until(lambda: not b.acceptor._handshakes, "their end")
 
 
 def test_another_user_reaches_neither_the_socket_nor_the_memory(tmp_path: Path) -> None:
@@ -170,7 +169,7 @@ def test_another_user_reaches_neither_the_socket_nor_the_memory(tmp_path: Path) 
         "    sock.connect(sys.argv[1]); sock.sendall(b'\\0\\2{}'); print(sock.recv(100))\n"
         "except OSError as error: print(type(error).__name__)\n"
     )
-    place = connecting._probe()["address"]
+    place = connecting._probe().address
     arguments = [b.address.path, str(place), str(os.getpid())]
     root = Path(__file__).resolve().parents[2]
     for mode, answers in ((0o777, ("b''", "ConnectionResetError", "BrokenPipeError")), (0o600, ("PermissionError",))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ class Worker:
         self.lost = list[str]()
         self.wire = Wire(
             name,
-            self.dialer,
+            self.dialer.open,
             Dispatcher(name, Internals()),
             max_message_bytes=2**20 * 64,
             lost=lambda peer, join, error: self.lost.append(str(error)),
@@ -58,7 +59,7 @@ class Worker:
             port = tunnel.port
             self.acceptor.listen_tunnel(opened())
         else:
-            port = self.acceptor.listen_tcp("127.0.0.1", 0)
+            port = self.acceptor.listen_tcp(socket.create_server(("127.0.0.1", 0)))
         self.member = Member(me=name)
         self.wire.dispatcher.serve(self.member)
         self.address = Address(name, "127.0.0.1", port, path, machine_id() if path else "", join)

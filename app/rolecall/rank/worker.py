@@ -37,7 +37,7 @@ from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
 from rolecall.record.recorder import recorder
 from rolecall.record.records import file_name
-from rolecall.torch_rpc.connect import connect
+from rolecall.torch_rpc.distributed import connect
 from rolecall.wire.session import Session
 
 KEPT_BYTES = 2**29  # of freed memory, for new tensors

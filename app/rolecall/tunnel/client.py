@@ -35,9 +35,7 @@ class TunnelClient:
 
     def __init__(self, directory: Path, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
-        self.another = partial(
-            TunnelClient, directory, name, host, port
-        )  # opens one, in another process of this rank too
+        self.another = partial(TunnelClient, directory, name, host, port)  # in another process of this rank too
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(DEADLINE_SECONDS)

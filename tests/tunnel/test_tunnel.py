@@ -83,14 +83,6 @@ def test_many_connections_at_once_are_kept_apart(pair: Pair) -> None:
     assert problems == []
 
 
-def test_both_ends_may_speak_first(pair: Pair) -> None:
-    def greet(connection: socket.socket) -> None:
-        connection.sendall(b"hello")
-
-    with dialled(led(pair, Server(greet))) as connection:
-        assert received(connection) == b"hello"
-
-
 def test_an_end_of_one_direction_is_passed_on(pair: Pair) -> None:
     def digest(connection: socket.socket) -> None:
         connection.sendall(hashlib.sha256(received(connection)).digest())

@@ -14,11 +14,8 @@ from structlog.typing import EventDict
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
 from rolecall.wire import link, pending
-from rolecall.wire.codec import encode
-from rolecall.wire.frames import Kind
 from rolecall.wire.late import stacks_of
-from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Link, Sockets
-from rolecall.wire.readers import LongCallMonitor
+from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Sockets
 from rolecall.wire.session import Session
 from tests.wire.wires import DEADLINE, Wires, until
 
@@ -38,12 +35,12 @@ def test_answers(wires: Wires) -> None:
     assert wires.call("a", "b", "echo", 1, x=2).result(DEADLINE) == (1, {"x": 2})
     futures = [wires.call("a", "b", "echo", number) for number in range(1000)]
     assert [future.result(DEADLINE) for future in futures] == list(range(1000))
-    assert asyncio.run(_awaited(wires)) == [0, 1, 2]
+
+    async def awaited() -> list[Any]:
+        return list(await asyncio.gather(*(wires.call("a", "b", "echo", number) for number in range(3))))
+
+    assert asyncio.run(awaited()) == [0, 1, 2]
     assert wires.wires["a"].in_flight("b") == 0
-
-
-async def _awaited(wires: Wires) -> list[Any]:
-    return list(await asyncio.gather(*(wires.call("a", "b", "echo", number) for number in range(3))))
 
 
 def test_callbacks_may_call_and_wait(wires: Wires) -> None:
@@ -79,14 +76,10 @@ def test_a_late_call_is_logged_with_its_peers_stacks(wires: Wires, logged: list[
     assert "in wait\n    self.go.wait(DEADLINE)" in event["exception"]
     assert "rolecall/wire/dispatch" not in event["exception"]
     assert wires.call("a", "b", "echo", 1, seconds=5).result() == 1
-
-
-def test_the_stacks_of_a_late_coroutine(wires: Wires, logged: list[EventDict]) -> None:
     with pytest.raises(CallTimeoutError):
         wires.call("a", "b", "pause", seconds=0.2).result(DEADLINE)
-    (event,) = [event for event in logged if event["event"] == "call timed out"]
+    event = [event for event in logged if event["event"] == "call timed out"][-1]
     assert "in pause\n    await asyncio.sleep(DEADLINE)" in event["exception"]
-    assert "in sleep\n" in event["exception"]
 
 
 def test_equal_stacks_are_shown_once(wires: Wires) -> None:
@@ -317,38 +310,3 @@ def test_calls_in_flight_are_bounded(wires: Wires, monkeypatch: pytest.MonkeyPat
         wires.call("a", "b", "echo", 1, seconds=0.1).result(DEADLINE)
     waiting[0].cancel()
     assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1
-
-
-def test_a_link_that_closes_while_it_sends(wires: Wires) -> None:
-    ours, theirs = socket.socketpair()
-    closed, problems = list[str](), list[str]()
-    one = Link(
-        "x",
-        Sockets(ours, ours),
-        session=Session(),
-        limit=2**30,
-        monitor=LongCallMonitor(),
-        quick=lambda *_: True,
-        received=lambda *_: None,
-        closed=lambda _, problem: closed.append(problem),
-        drained=lambda _: None,
-    )
-    one.start()
-
-    def send() -> None:
-        try:
-            one.send(Kind.REQUEST, 1, encode(bytes(10**8)))
-        except OSError as error:
-            problems.append(str(error))
-
-    threads = [threading.Thread(target=send) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    theirs.recv(1000)
-    one.close("the test says so")
-    one.close("once only")
-    for thread in threads:
-        thread.join(DEADLINE)
-        assert not thread.is_alive()
-    assert len(problems) == 5
-    assert closed == ["the test says so"]

@@ -50,18 +50,6 @@ def test_sizes(pair: Pair, body: int, buffers: list[int]) -> None:
     passes(pair, os.urandom(body), [os.urandom(size) for size in buffers])
 
 
-def test_many_buffers(pair: Pair) -> None:
-    passes(pair, b"body", [bytes([number % 256]) * 50 for number in range(5000)])
-    passes(pair, b"body", [bytes([number % 256]) * 5000 for number in range(3000)])
-
-
-def test_an_end_within_a_frame(pair: Pair) -> None:
-    pair[0].sendall(HEAD.pack(Kind.REQUEST, 0, 1, 4, 1) + SIZE.pack(10**6) + b"body" + b"some")
-    pair[0].shutdown(socket.SHUT_WR)
-    with pytest.raises(EOFError, match="within a frame"):
-        FrameReader(pair[1], LIMIT).next()
-
-
 @pytest.mark.parametrize(("kind", "flags"), [(0, 0), (10, 0), (255, 0), (1, 2), (1, 255), (1, 1)])
 def test_what_is_no_frame(pair: Pair, kind: int, flags: int) -> None:
     pair[0].sendall(HEAD.pack(kind, flags, 1, 0, 1) + bytes(64))

@@ -188,33 +188,24 @@ def test_what_is_changed_on_its_way_is_a_lost_peer(ranks: Ranks, harm: str) -> N
     assert set(pair.rank0.member.seen) <= {None}
 
 
-def test_what_passes_by_is_no_plain_text(ranks: Ranks) -> None:
-    seen = list[bytes]()
+def test_what_passes_by_is_no_plain_text_and_of_no_use_later(ranks: Ranks) -> None:
+    seen, sent = list[bytes](), list[bytes]()
 
     def keep(data: bytes, forth: bool) -> bytes:
         seen.append(data)
+        if forth:
+            sent.append(data)
         return data
 
-    between = Between(ranks[0].port, keep)
-    pair = Pair(ranks, between.port)
+    pair = Pair(ranks, Between(ranks[0].port, keep).port)
+    assert pair.call("count_calls") == 1
+    recorded = [b"".join(sent), *sent]
     assert pair.call("echo", MARKER * 10_000) == MARKER * 10_000
     everything = b"".join(seen)
     assert len(everything) > 2 * 10_000 * len(MARKER)
     for secret in (MARKER, MARKER[:12], TOKEN.encode(), JOB.encode(), RANK_0.encode(), b"echo", SERVICE.encode()):
         assert secret not in everything
-
-
-def test_a_recording_is_of_no_use_later(ranks: Ranks) -> None:
-    forth = list[bytes]()
-
-    def keep(data: bytes, out: bool) -> bytes:
-        if out:
-            forth.append(data)
-        return data
-
-    pair = Pair(ranks, Between(ranks[0].port, keep).port)
-    assert pair.call("count_calls") == 1
-    for words in (b"".join(forth), *forth):
+    for words in recorded:
         with dialled(ranks[0].port) as connection, contextlib.suppress(ConnectionError):
             connection.sendall(words)
             received(connection)  # a ServerHello, at most, which only its maker can go on from

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
-import queue
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
-from rolecall.context.group import Group
+from rolecall.context.group import Answers, Group
 from rolecall.declare import registry
 from rolecall.declare.remote import Remote, require_remote
 from rolecall.declare.task import Peer
@@ -23,7 +22,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Later = Coroutine[Any, Any, T] | concurrent.futures.Future[T]  # what a method may return in place of its answer
 Lost = Literal["skip", "raise", "answer"]
-Answers = queue.SimpleQueue[tuple[str, Any]]
 NOT_SERVED = "has turn=True, which rank 0 never serves: the job is over once its `run` has returned"
 
 

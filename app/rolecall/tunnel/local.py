@@ -118,13 +118,13 @@ class LocalServer:
             case Announce(port, service):
                 services.append(service or secrets.token_hex(8))
                 self._announced(services[-1], port)
-                return Answer(service=services[-1])
+                return services[-1]
             case GetCertificate():
-                return Answer(certificate=self._certificate())
+                return self._certificate()
             case Receive(service):
                 services.append(service)
                 self._announced(service, client)
-                return Answer()
+                return service
             case GetTicket(peer):
 
                 def answer(ticket: Answer) -> None:
@@ -138,7 +138,7 @@ class LocalServer:
                 port = int(listener.getsockname()[1])
                 reach = lambda connection: self._reach(peer, port, connection)  # noqa: E731
                 listeners.append(LocalListener(self._loop, listener, reach))
-                return Answer(port=port)
+                return port
 
 
 def unix_listener(path: Path, kind: int = socket.SOCK_STREAM) -> socket.socket:

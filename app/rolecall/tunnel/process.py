@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.messages.codec import decode, encode
-from rolecall.messages.tunnel import Answer, Certificate, Destination, Figures, Place
+from rolecall.messages.tunnel import Answer, Certificate, Destination, Figures, Place, Problem
 from rolecall.tunnel import places
 from rolecall.tunnel.acceptor import Acceptor
 from rolecall.tunnel.channel import Channel
@@ -197,11 +197,11 @@ class Tunnel:
     def _fetch_ticket(self, peer: Destination, answer: Callable[[Answer], None]) -> None:
         def connected(channel: Channel) -> None:
             channel.close()
-            answer(Answer(ticket=channel.answer))
+            answer(channel.answer)
 
         def failed(error: BaseException) -> None:
             self._log_unreachable(peer, error)
-            answer(Answer(problem=str(error) or type(error).__name__))
+            answer(Problem(str(error) or type(error).__name__))
 
         self._dial(self._dials, peer._replace(service=places.TICKET + peer.service), connected, failed)
 

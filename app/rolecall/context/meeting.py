@@ -113,12 +113,11 @@ def _meet(wire: Wire, services: Services, here: Address, rank0: str, seconds: fl
             raise PeerLostError(f"did not connect within CONNECT_TIMEOUT={seconds:g}: {missing}") from None
     deadline = Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")
     try:
-        answer = wire.call(rank0, Request("meet", (tuple(here),), {}, seconds, internal=True), deadline).result()
+        met: Met = wire.call(rank0, Request("meet", (here,), {}, seconds, internal=True), deadline).result()
     except CallTimeoutError as error:
         raise PeerLostError(f"not all members of the generation have connected: {error}") from error
     wire.forget_link(rank0)  # from now on by the shorter way, if there is one
-    addresses, store_port = answer
-    return Met(tuple(Address(*address) for address in addresses), store_port)
+    return met
 
 
 def _identity(context: Context[Any], session: Session) -> Identity:
@@ -133,6 +132,7 @@ def _find(wire: Wire, services: Services, rank0: str, seconds: float, peer: str,
         if wire.me == rank0:
             return services.address(peer, join).result(seconds)
         request = Request("address", (peer, join), {}, seconds, internal=True)
-        return Address(*wire.call(rank0, request, Deadline(seconds, setting)).result())
+        address: Address = wire.call(rank0, request, Deadline(seconds, setting)).result()
+        return address
     except (TimeoutError, CallTimeoutError) as error:
         raise PeerLostError(f"{peer} has not connected to rank 0 within {setting}") from error

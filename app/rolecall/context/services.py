@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rolecall.context.group import Group
 from rolecall.context.progress import Progress, ProgressEvent
@@ -57,9 +57,9 @@ class Services:
         self._progress.take(event)
 
     @remote
-    def meet(self, address: tuple[Any, ...]) -> concurrent.futures.Future[Met]:
+    def meet(self, address: Address) -> concurrent.futures.Future[Met]:
         """At rank 0: a member is there, at `address`. The answer comes once all are that the generation begins with."""
-        self.arrived(Address(*address))
+        self.arrived(address)
         waiting: concurrent.futures.Future[Met] = concurrent.futures.Future()
         self._met.add_done_callback(lambda _: waiting.set_result(self._present()))
         return waiting

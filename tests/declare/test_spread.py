@@ -35,6 +35,7 @@ def test_a_spread_is_recorded_after_its_score(context: Context[Any], supervisor:
     supervisor.records.clear()
     context.log(1, done=8, score=0.25, spread=(torch.tensor(0.125), 0.5))
     context.log(2, done=9, score=0.5)
+    context.log(3, done=10, spread=(1.0, 2.0))  # without a score there is nothing to spread
     assert supervisor.records == [
         ("score", 1, 0.25),
         ("low", 1, 0.125),
@@ -42,15 +43,9 @@ def test_a_spread_is_recorded_after_its_score(context: Context[Any], supervisor:
         ("done", 1, 8),
         ("score", 2, 0.5),
         ("done", 2, 9),
+        ("done", 3, 10),
     ]
     assert all(type(value) is float for _, _, value in supervisor.records[:3])
-
-
-def test_without_a_score_there_is_nothing_to_spread(context: Context[Any], supervisor: Supervisor) -> None:
-    context.start(0)
-    supervisor.records.clear()
-    context.log(1, done=8, spread=(1.0, 2.0))
-    assert supervisor.records == [("done", 1, 8)]
 
 
 # ---- what is kept
@@ -71,18 +66,12 @@ def test_it_is_kept_where_its_score_is() -> None:
         assert band(one) == [(step, step - 1.0, step + 1.0) for step in steps]
 
 
-def test_a_resume_cuts_it_too() -> None:
+def test_a_resume_cuts_it_too_and_a_bound_that_is_no_number_leaves_its_step_out() -> None:
     run = History()
     run.record([*generation(1, 0, 0.0), *scored(1, 1.0, 5.0, 4.0, 6.0), *scored(2, 2.0, 6.0, 5.0, 7.0)])
-    run.record([*generation(2, 1, 100.0), *scored(2, 101.0, 8.0, 7.0, 9.0)])
+    run.record([*generation(2, 1, 100.0), *scored(2, 101.0, 8.0, 7.0, 9.0), *scored(3, 102.0, 5.0, math.nan, 6.0)])
     assert band(run) == [(1, 4.0, 6.0), (2, 7.0, 9.0)]
-
-
-def test_a_bound_that_is_no_number_leaves_its_step_out() -> None:
-    run = History()
-    run.record([*generation(1, 0, 0.0), *scored(1, 1.0, 5.0, math.nan, 6.0), *scored(2, 2.0, 6.0, 5.0, 7.0)])
-    assert band(run) == [(2, 5.0, 7.0)]
-    assert [point.step for point in run.curves["score"]] == [1, 2]
+    assert [point.step for point in run.curves["score"]] == [1, 2, 3]
 
 
 # ---- over the observers of `rl`

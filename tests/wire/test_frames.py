@@ -40,16 +40,6 @@ def passes(pair: Pair, body: bytes, buffers: list[bytes]) -> None:
     sending.join()
 
 
-@pytest.mark.parametrize("body", [0, 1, frames.RECEIVE_BYTES, frames.RECEIVE_BYTES + 1, 3_000_000])
-@pytest.mark.parametrize(
-    "buffers",
-    [[], [0], [1, 0, 2], [frames.JOIN_BYTES, frames.JOIN_BYTES + 1], [5_000_000, 7]],
-    ids=["none", "empty", "small", "at the limit", "large"],
-)
-def test_sizes(pair: Pair, body: int, buffers: list[int]) -> None:
-    passes(pair, os.urandom(body), [os.urandom(size) for size in buffers])
-
-
 @pytest.mark.parametrize(("kind", "flags"), [(0, 0), (10, 0), (255, 0), (1, 2), (1, 255), (1, 1)])
 def test_what_is_no_frame(pair: Pair, kind: int, flags: int) -> None:
     pair[0].sendall(HEAD.pack(kind, flags, 1, 0, 1) + bytes(64))

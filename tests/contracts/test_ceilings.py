@@ -35,7 +35,7 @@ ROOMS = {
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 1950,
     "rolecall/weights": 970,
-    "rolecall/wire": 3040,
+    "rolecall/wire": 3010,
 }
 # lines of Python; words of Markdown in docs
 TOTALS = {"tests": 53290, "bench": 9120, "tools": 2030, "docs": 47000}

@@ -13,8 +13,8 @@ import torch
 from structlog.typing import EventDict
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
-from rolecall.wire import link, pending
-from rolecall.wire.late import stacks_of
+from rolecall.wire import link
+from rolecall.wire.dispatch import stacks_of
 from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Sockets
 from rolecall.wire.session import Session
 from tests.wire.wires import DEADLINE, Wires, until
@@ -256,7 +256,7 @@ def test_a_peer_that_cannot_be_connected_to(wires: Wires) -> None:
 def test_no_more_than_may_be_in_flight_waits_for_a_link(
     wires: Wires, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending, "MAX_IN_FLIGHT", 5)
+    monkeypatch.setattr(link, "MAX_IN_FLIGHT", 5)
     futures = [wires.call("a", "b", "echo", number) for number in range(5)]
     outcome = list[Any]()
     more = threading.Thread(target=lambda: outcome.append(wires.call("a", "b", "echo", 5).result(DEADLINE)))

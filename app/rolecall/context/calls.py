@@ -14,8 +14,7 @@ from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.record.recorder import recorder
 from rolecall.wire.future import Future, Stream
-from rolecall.wire.late import EXAMINE_SECONDS
-from rolecall.wire.messages import Request
+from rolecall.wire.messages import EXAMINE_SECONDS, Request
 from rolecall.wire.session import Session
 
 P = ParamSpec("P")

@@ -12,7 +12,7 @@ from rolecall.context.progress import Progress, ProgressEvent
 from rolecall.declare.remote import remote
 from rolecall.errors import PeerLostError
 from rolecall.wire.connecting import Address
-from rolecall.wire.late import stacks_of
+from rolecall.wire.dispatch import stacks_of
 
 Search = concurrent.futures.Future[Address]
 

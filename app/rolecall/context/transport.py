@@ -15,8 +15,7 @@ from rolecall.wire import tracing
 from rolecall.wire.calls import Wire
 from rolecall.wire.codec import encode
 from rolecall.wire.future import Future, Stream
-from rolecall.wire.late import EXAMINE_SECONDS
-from rolecall.wire.messages import Deadline, Request
+from rolecall.wire.messages import EXAMINE_SECONDS, Deadline, Request
 
 
 class Counters(NamedTuple):

@@ -18,9 +18,8 @@ from rolecall.wire.deadlines import Deadlines
 from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.future import Future, Stream
-from rolecall.wire.link import Link, Sockets, pair
+from rolecall.wire.link import Ended, Link, Opening, Pending, Sockets, pair
 from rolecall.wire.messages import Deadline, Failure, Request
-from rolecall.wire.pending import Ended, Opening, Pending
 from rolecall.wire.readers import LongCallMonitor
 from rolecall.wire.session import Session
 

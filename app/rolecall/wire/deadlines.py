@@ -12,9 +12,8 @@ from rolecall import telemetry
 from rolecall.errors import CallError, CallTimeoutError, PeerLostError
 from rolecall.wire.dispatch import Examined
 from rolecall.wire.future import Future
-from rolecall.wire.late import EXAMINE_SECONDS
-from rolecall.wire.messages import Deadline, Request
-from rolecall.wire.pending import Pending
+from rolecall.wire.link import Pending
+from rolecall.wire.messages import EXAMINE_SECONDS, Deadline, Request
 from rolecall.wire.session import Session
 
 CHECK_SECONDS = 0.2  # between two looks at the deadlines of pending calls

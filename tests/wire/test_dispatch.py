@@ -376,6 +376,7 @@ def test_a_stream_is_dropped_by_a_thread_that_holds_the_links_locks(wires: Wires
     """As a collection may do it, which begins anywhere."""
     stream = wires.stream("a", "b", "count", 10_000)
     assert next(stream) == 0
+    until(lambda: wires.wires["a"]._links, "the link, with nothing that waits for it")
     link = wires.wires["a"]._links["b"]
     streams = [stream]
     del stream

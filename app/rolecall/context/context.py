@@ -87,10 +87,8 @@ class Context(Calls, Training, Generic[S]):
         self.internal_calls = Calls(group, internal=True)
         self.shares = Shares()
         self.services = Services(group, progress, lambda: int(self.torch.start_store()))
-        self.dispatcher = Dispatcher(self.me.name, self.services)
         self.weights = Publisher(group, metrics)
-        for offered in (group.queues, self.shares, self.weights.service):
-            self.dispatcher.offer(offered)
+        self.dispatcher = Dispatcher(self.me.name, self.services, group.queues, self.shares, self.weights.service)
 
     # ---- identity and peers
 

@@ -91,8 +91,8 @@ class Dispatcher:
     """Runs calls of `internals`, this worker's own services, and of the role's object once `serve` has named it. `me`
     is this member's name. It lives as long as the worker, whatever generation the calls come from."""
 
-    def __init__(self, me: str, internals: object) -> None:
-        self._me, self._internals = me, [internals, self]
+    def __init__(self, me: str, *internals: object) -> None:
+        self._me, self._internals = me, [*internals, self]
         self._target: object | None = None
         self._refusal = ""  # why there is no target
         self._early: list[Call] = []  # that arrived before the target was there
@@ -119,10 +119,6 @@ class Dispatcher:
         """Calls of the role's object wait until `serve` is called again."""
         with self._lock:
             self._target, self._refusal = None, ""
-
-    def offer(self, internals: object) -> None:
-        """Peers' internal calls go to `internals`, too."""
-        self._internals.append(internals)
 
     def serve_turns(self) -> None:
         """Runs calls of methods with `turn`, as they come, until `stop_turns` is called."""

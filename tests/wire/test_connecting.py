@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from rolecall.errors import PeerLostError
 from rolecall.messages.codec import encode
 from rolecall.wire import codec, connecting
-from rolecall.wire.connecting import LENGTH, Hello, Reply, receive_hello, send_hello
+from rolecall.wire.connecting import LENGTH, Hello, HelloReply, receive_hello, send_hello
 from rolecall.wire.frames import FrameReader, FrameWriter, Kind
 from rolecall.wire.messages import Deadline, Request
 from tests.tunnel.tunnels import dialled, received
@@ -117,9 +117,9 @@ def test_a_frame_right_behind_the_hello_is_not_lost(tmp_path: Path) -> None:
         sock.connect(b.address.path)
         sock.settimeout(DEADLINE)
         send_hello(sock, HELLO)
-        receive_hello(Reply, sock, time.monotonic() + DEADLINE)
+        receive_hello(HelloReply, sock, time.monotonic() + DEADLINE)
         sent: Any = Sent()
-        send_hello(sent, Reply())
+        send_hello(sent, HelloReply())
         FrameWriter(sent).send(Kind.REQUEST, 1, codec.encode(tuple(Request("echo", (5,), {}, 0.0))))
         sock.sendall(sent.data)
         assert FrameReader(sock, 2**20).next().kind == Kind.ANSWER

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rolecall.wire import connecting, memory
 from rolecall.wire.codec import Encoded
-from rolecall.wire.connecting import LENGTH, Hello, Reply, receive_hello, send_hello
+from rolecall.wire.connecting import LENGTH, Hello, HelloReply, receive_hello, send_hello
 from rolecall.wire.frames import HEAD, REGION, SIZE, FrameReader, FrameWriter, Kind
 
 Content = tuple[Kind, bytes, list[bytes]]
@@ -62,7 +62,7 @@ def frames(contents: list[Content]) -> bytes:
     return cast(bytes, sent.data)
 
 
-def hello(message: Hello | Reply) -> bytes:
+def hello(message: Hello | HelloReply) -> bytes:
     sent: Any = Sent()
     send_hello(sent, message)
     return cast(bytes, sent.data)
@@ -111,7 +111,11 @@ KNOWN = [
     frames([(Kind.REQUEST, b"body", [b"buffer" * 9]), (Kind.ITEM, b"", [])]),
     HEAD.pack(Kind.ANSWER, 1, 1, 4, 7) + REGION.pack(memory.address_of(memory.PROBE.data), 8) + b"body",
 ]
-HELLOS = [Hello("a_0", "b_0", "job", 1, 0, 0, "link", "both", PROBE), Reply("no"), Reply(reads=True, probe=PROBE)]
+HELLOS = [
+    Hello("a_0", "b_0", "job", 1, 0, 0, "link", "both", PROBE),
+    HelloReply("no"),
+    HelloReply(reads=True, probe=PROBE),
+]
 
 
 def changed(data: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
@@ -153,7 +157,7 @@ def test_what_is_no_frame(parts: list[bytes], sizes: list[int], limit: int, in_m
     SIZES,
 )
 def test_what_is_no_hello(data: bytes, sizes: list[int]) -> None:
-    for kind in (Hello, Reply):
+    for kind in (Hello, HelloReply):
         read_hello(kind, data, sizes)
 
 

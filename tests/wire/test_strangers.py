@@ -18,7 +18,7 @@ from rolecall.errors import PeerLostError
 from rolecall.tunnel import keys, places, tickets
 from rolecall.tunnel.client import TunnelClient
 from rolecall.wire import connecting
-from rolecall.wire.connecting import Hello, Reply, receive_hello, send_hello
+from rolecall.wire.connecting import Hello, HelloReply, receive_hello, send_hello
 from tests.ports import free_ports
 from tests.tunnel.test_strangers import OURS, Between, client, member
 from tests.tunnel.tunnel_process import JOB, RANK_0
@@ -67,7 +67,7 @@ def shows(port: int, words: bytes, context: ssl.SSLContext) -> bool:
             connection.sendall(words)
             with context.wrap_socket(connection, server_hostname=HOST) as channel:
                 send_hello(channel, Hello("worker_0", RANK_0, JOB, 1, 0, 0, os.urandom(4).hex(), "out"))
-                return not receive_hello(Reply, channel, time.monotonic() + DEADLINE).problem
+                return not receive_hello(HelloReply, channel, time.monotonic() + DEADLINE).problem
     except (OSError, ValueError):
         return False
 
@@ -222,7 +222,7 @@ def test_half_a_link_is_closed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) ->
             connection.sendall(tickets.preamble(ticket(ranks)))
             with member().wrap_socket(connection, server_hostname=HOST) as channel:
                 send_hello(channel, Hello("w", RANK_0, JOB, 1, 0, 0, link, direction))
-                answer = receive_hello(Reply, channel, time.monotonic() + DEADLINE).problem
+                answer = receive_hello(HelloReply, channel, time.monotonic() + DEADLINE).problem
                 channel.settimeout(DEADLINE)
                 with contextlib.suppress(ssl.SSLError, ConnectionResetError):
                     assert channel.recv(1) == b""  # it is hung up on

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rolecall.tunnel.client import TunnelClient
 from rolecall.wire.calls import Wire
-from rolecall.wire.connecting import Acceptor, Address, Dialer, Identity, Tls, machine_id
+from rolecall.wire.connecting import Acceptor, Address, Dialer, Tls, WorkerIdentity, machine_id
 from rolecall.wire.dispatch import Dispatcher
 from rolecall.wire.session import Session
 from tests.tunnel.tunnel_process import JOB, RANK_0
@@ -33,7 +33,7 @@ class Worker:
         job: str = JOB,
         seconds: float = 10.0,
     ) -> None:
-        me = self.me = Identity(name, job, generation, LEASE, join)
+        me = self.me = WorkerIdentity(name, job, generation, LEASE, join)
         session = self.session = Session(generation, join)
         opened: Callable[[], TunnelClient] | None = None
         if tunnel:

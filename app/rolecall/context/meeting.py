@@ -19,7 +19,7 @@ from rolecall.tunnel.client import TunnelClient
 from rolecall.tunnel.listening import BACKLOG, listen
 from rolecall.wire import codec
 from rolecall.wire.calls import Wire
-from rolecall.wire.connecting import Acceptor, Address, Dialer, Identity, Tls, machine_id
+from rolecall.wire.connecting import Acceptor, Address, Dialer, Tls, WorkerIdentity, machine_id
 from rolecall.wire.messages import Deadline, Request
 from rolecall.wire.session import Session
 
@@ -120,9 +120,9 @@ def _meet(wire: Wire, services: Services, here: Address, rank0: str, seconds: fl
     return met
 
 
-def _identity(context: Context[Any], session: Session) -> Identity:
+def _identity(context: Context[Any], session: Session) -> WorkerIdentity:
     job, lease = registry.name_of(context.settings.job), context.settings.lease_seconds
-    return Identity(context.me.name, job, session.generation, lease, session.join)
+    return WorkerIdentity(context.me.name, job, session.generation, lease, session.join)
 
 
 def _find(wire: Wire, services: Services, rank0: str, seconds: float, peer: str, join: int) -> Address:

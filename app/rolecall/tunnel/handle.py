@@ -25,7 +25,7 @@ from rolecall.tunnel.acceptor import REASONS
 from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.listening import listen
 from rolecall.tunnel.local import unix_listener
-from rolecall.tunnel.process import RENEWAL, UNKNOWN_SERVICE, Sockets, Tunnel
+from rolecall.tunnel.process import RENEWAL, UNKNOWN_SERVICE, Listeners, Tunnel
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -40,7 +40,7 @@ class Handle:
         self.directory = directory
         credentials = Credentials(settings, job, name)
         # all are there before it is: whoever connects early waits for it
-        sockets = Sockets(
+        listeners = Listeners(
             listen(settings),
             unix_listener(directory / places.INSIDE, socket.SOCK_SEQPACKET),
             unix_listener(directory / places.CONTROL),
@@ -48,13 +48,13 @@ class Handle:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         coordinator = directory / places.COORDINATOR if name == rank0 else None
         make = partial(
-            Tunnel, settings, credentials, rank0, coordinator=coordinator, sockets=sockets, supervisor=theirs
+            Tunnel, settings, credentials, rank0, coordinator=coordinator, listeners=listeners, supervisor=theirs
         )
         with theirs:
             self.pid = os.fork()  # the caller has one thread
             if not self.pid:
-                _become(make, [theirs, *sockets])
-        for sock in sockets:
+                _become(make, [theirs, *listeners])
+        for sock in listeners:
             sock.close()
 
     def place(self, name: str) -> None:

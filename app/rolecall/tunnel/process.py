@@ -42,7 +42,7 @@ UNKNOWN_SERVICE = "service"  # the reason label: a member requests a service tha
 LOG_REPEAT_SECONDS = 30.0
 
 
-class Sockets(NamedTuple):
+class Listeners(NamedTuple):
     """The tunnel's listeners: PORT, its worker's requests, and connections to the coordinator."""
 
     outside: socket.socket
@@ -61,7 +61,7 @@ class Tunnel:
         rank0: str,
         *,
         coordinator: Path | None,
-        sockets: Sockets,
+        listeners: Listeners,
         supervisor: socket.socket,
     ) -> None:
         self._settings, self._credentials, self._rank0 = settings, credentials, rank0
@@ -86,7 +86,7 @@ class Tunnel:
         self._awake = awake
         loop.watch(awake, select.EPOLLIN, lambda _: self._finish_dials())
         self._acceptor = Acceptor(
-            sockets.outside,
+            listeners.outside,
             credentials,
             settings.lease_seconds,
             connected=self._member_connected,
@@ -95,13 +95,13 @@ class Tunnel:
         )
         LocalServer(
             loop,
-            sockets.inside,
+            listeners.inside,
             self._announce,
             self._reach,
             ticket=self._fetch_ticket,
             certificate=self._certificate,
         )
-        LocalListener(loop, sockets.control, self._reach_rank0)
+        LocalListener(loop, listeners.control, self._reach_rank0)
         loop.watch(supervisor, select.EPOLLIN, self._receive_order)
         self._ended = False
 

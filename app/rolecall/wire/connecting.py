@@ -43,8 +43,8 @@ SOCKET_BYTES = 4 * 2**20  # of a Unix socket's buffer
 LOG_REPEAT_SECONDS = 30.0
 LENGTH = struct.Struct("!H")
 Direction = Literal["both", "out", "back"]  # of a connection's frames: as its maker sees it
-Kind = Literal["unix", "tcp", "tls"]
-H = TypeVar("H", "Hello", "Reply")
+Medium = Literal["unix", "tcp", "tls"]
+H = TypeVar("H", "Hello", "HelloReply")
 
 
 class Address(NamedTuple):
@@ -81,7 +81,7 @@ class Hello(Struct, frozen=True):
     probe: Probe | None = None
 
 
-class Reply(Struct, frozen=True, omit_defaults=True):
+class HelloReply(Struct, frozen=True, omit_defaults=True):
     """The answer to a hello: the `problem`, if there is one, and whether this process reads the other's memory. The
     maker of a Unix connection says the latter too."""
 
@@ -90,7 +90,7 @@ class Reply(Struct, frozen=True, omit_defaults=True):
     probe: Probe | None = None
 
 
-class Identity(NamedTuple):
+class WorkerIdentity(NamedTuple):
     """A worker, for its peers: its part number `join` of a generation."""
 
     name: str
@@ -111,7 +111,7 @@ def machine_id() -> str:
 # ---- hello
 
 
-def send_hello(sock: socket.socket, message: Hello | Reply) -> None:
+def send_hello(sock: socket.socket, message: Hello | HelloReply) -> None:
     """Sends a hello or a reply."""
     body = encode(message)
     sock.sendall(LENGTH.pack(len(body)) + body)
@@ -200,7 +200,7 @@ class Tls:
 class PendingHandshake:
     """A connection that is no link yet, and that has a thread."""
 
-    def __init__(self, sock: socket.socket, kind: Kind) -> None:
+    def __init__(self, sock: socket.socket, kind: Medium) -> None:
         self.sock, self.kind = sock, kind
         self.joined = threading.Event()  # the link's other connection has come, or nobody waits for it any more
 
@@ -220,7 +220,7 @@ class Acceptor:
 
     def __init__(
         self,
-        me: Identity,
+        me: WorkerIdentity,
         tls: Tls | None,
         accepted: Callable[[str, Sockets], None],
         session: Session,
@@ -262,7 +262,7 @@ class Acceptor:
 
         self._read(receiver, receive, "tunnel")
 
-    def _serve(self, listener: socket.socket, kind: Kind) -> None:
+    def _serve(self, listener: socket.socket, kind: Medium) -> None:
         def accept() -> None:
             with listener:
                 while not self._session.ended:
@@ -291,7 +291,7 @@ class Acceptor:
 
         self._session.on_end(end)
 
-    def _begin(self, sock: socket.socket, kind: Kind) -> None:
+    def _begin(self, sock: socket.socket, kind: Medium) -> None:
         handshake, oldest = PendingHandshake(sock, kind), None
         with self._lock:
             if self._session.ended:
@@ -341,17 +341,17 @@ class Acceptor:
         if (hello.direction == "both") == (kind == "tls"):  # the directions of TLS have a connection each
             raise ValueError(f"its hello has the direction {hello.direction}")
         if problem := self._problem(hello):
-            send_hello(sock, Reply(problem))
+            send_hello(sock, HelloReply(problem))
             raise ConnectionError(f"{hello.caller} was refused: {problem}")
         match hello.direction:
             case "both":
                 pid, read_by_peer = 0, False
                 if kind == "unix":
                     pid = _reads(sock, hello.probe)
-                    send_hello(sock, Reply(reads=bool(pid), probe=_probe()))
-                    read_by_peer = receive_hello(Reply, sock, end).reads
+                    send_hello(sock, HelloReply(reads=bool(pid), probe=_probe()))
+                    read_by_peer = receive_hello(HelloReply, sock, end).reads
                 else:
-                    send_hello(sock, Reply())
+                    send_hello(sock, HelloReply())
                 sock.settimeout(None)
                 self._accepted(hello.caller, Sockets(sock, sock, pid, read_by_peer, hello.join))
             case "out":
@@ -377,7 +377,7 @@ class Acceptor:
                 raise ValueError("a link with two connections of one direction")
             self._halves[place] = handshake
         try:
-            send_hello(handshake.sock, Reply())
+            send_hello(handshake.sock, HelloReply())
             handshake.joined.wait(HELLO_SECONDS)
         finally:
             with self._lock:
@@ -390,11 +390,11 @@ class Acceptor:
             other = self._halves.pop((hello.caller, hello.link), None)
         if other is None:
             problem = "the other connection of this link was given up"
-            send_hello(sock, Reply(problem))
+            send_hello(sock, HelloReply(problem))
             raise ConnectionError(problem)
         other.joined.set()
         try:
-            send_hello(sock, Reply())
+            send_hello(sock, HelloReply())
         except OSError:
             other.stop()
             raise
@@ -413,7 +413,7 @@ class Dialer:
 
     def __init__(
         self,
-        me: Identity,
+        me: WorkerIdentity,
         tls: Tls | None,
         tunnel: Callable[[], TunnelClient] | None,
         *,
@@ -463,7 +463,7 @@ class Dialer:
                 raise ConnectionError("another user's socket")
             reply = self._greet(sock, address, "both", secrets.token_hex(8), _probe())
             pid = _reads(sock, reply.probe)
-            send_hello(sock, Reply(reads=bool(pid)))
+            send_hello(sock, HelloReply(reads=bool(pid)))
             sock.settimeout(None)
             undo.pop_all()
         return Sockets(sock, sock, pid, reply.reads)
@@ -508,7 +508,7 @@ class Dialer:
 
     def _greet(
         self, sock: socket.socket, callee: Address, direction: Direction, link: str, probe: Probe | None = None
-    ) -> Reply:
+    ) -> HelloReply:
         me = self._me
         hello = Hello(
             caller=me.name,
@@ -522,7 +522,7 @@ class Dialer:
             probe=probe,
         )
         send_hello(sock, hello)
-        reply = receive_hello(Reply, sock, time.monotonic() + HELLO_SECONDS)
+        reply = receive_hello(HelloReply, sock, time.monotonic() + HELLO_SECONDS)
         if reply.problem:
             raise ConnectionError(reply.problem)
         return reply

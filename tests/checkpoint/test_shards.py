@@ -86,7 +86,7 @@ class Gang:
                 if me.rank
                 else Checkpoints(folder, "pi", generation, fence=lambda: rundir.read_generation(directory).number),
             )
-            context.transport = self.calls
+            context.group.use(self.calls)
             self.calls.of[me.name] = context.shares
             if me.rank == 0:
                 self.context, self.model = context, Sharded(context, "model", "ps")
@@ -122,7 +122,7 @@ class Gang:
     def save(self, step: int, wait: bool = True) -> None:
         self.context.save(step, {**self.state, "model": self.model, "step": step})
         if wait:
-            self.context.training.require_saver().wait(60)
+            self.context.require_saver().wait(60)
 
 
 def failures(gang: Gang) -> float:
@@ -162,7 +162,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
     saved = gang.whole
     gang.save(7, wait=False)
     gang.fill(2)
-    assert gang.context.training.require_saver().wait(60)
+    assert gang.context.require_saver().wait(60)
     gang.context.save(8, {"model": gang.model, "step": 8}, drain=False)
     gang.context.finish(step=9)
     steps = [checkpoint.read(path, "pi").step for path in checkpoint.newest_first(tmp_path)]
@@ -180,7 +180,7 @@ def test_none_is_due_while_one_is_written(monkeypatch: pytest.MonkeyPatch, tmp_p
         return original(*args)
 
     monkeypatch.setattr(Shares, "written", written)
-    saver = gang.context.training.require_saver()
+    saver = gang.context.require_saver()
     gang.save(7, wait=False)
     assert not saver.due(0.0)
     go.set()

@@ -342,7 +342,7 @@ def test_drain_waits_until_settled(context: Context, tmp_path: Path) -> None:
 def test_the_last_checkpoint_is_written_again_once_there_is_space(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, tries = context.require_checkpoints().write, list[int]()
+    write, tries = context.require_saver().checkpoints.write, list[int]()
 
     def full_at_first(step: int, *rest: Any, **named: Any) -> Path:
         tries.append(step)
@@ -350,7 +350,7 @@ def test_the_last_checkpoint_is_written_again_once_there_is_space(
             raise CheckpointError("no space left")
         return write(step, *rest, **named)
 
-    monkeypatch.setattr(context.require_checkpoints(), "write", full_at_first)
+    monkeypatch.setattr(context.require_saver().checkpoints, "write", full_at_first)
     monkeypatch.setattr(training, "LAST_CHECKPOINT_PAUSE_SECONDS", 0.0)
     context.restore({"x": 1})
     assert context.finish(step=4)["saved"] is True

@@ -12,8 +12,8 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 ROOMS = {
     "rolecall": 1980,
     "rolecall/checkpoint": 1990,
-    "rolecall/context": 3080,
-    "rolecall/declare": 1530,
+    "rolecall/context": 2870,
+    "rolecall/declare": 1420,
     "rolecall/export": 910,
     "rolecall/gang": 1990,
     "rolecall/jobs": 90,
@@ -32,13 +32,13 @@ ROOMS = {
     "rolecall/observe/trace": 810,
     "rolecall/rank": 4980,
     "rolecall/record": 1340,
-    "rolecall/torch_rpc": 1130,
-    "rolecall/tunnel": 2080,
+    "rolecall/torch_rpc": 1100,
+    "rolecall/tunnel": 2040,
     "rolecall/weights": 940,
-    "rolecall/wire": 3050,
+    "rolecall/wire": 3010,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 51410, "bench": 9120, "tools": 2030, "docs": 47000}
+TOTALS = {"tests": 50640, "bench": 9120, "tools": 2030, "docs": 47000}
 
 
 def lines(path: Path) -> int:

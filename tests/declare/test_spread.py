@@ -43,6 +43,7 @@ def test_a_spread_is_recorded_after_its_score(context: Context[Any], supervisor:
     supervisor.records.clear()
     context.log(1, done=8, score=0.25, spread=(torch.tensor(0.125), 0.5))
     context.log(2, done=9, score=0.5)
+    context.log(3, done=10, spread=(1.0, 2.0))  # without a score there is nothing to spread
     assert supervisor.records == [
         ("score", 1, 0.25),
         ("score_low", 1, 0.125),
@@ -50,15 +51,9 @@ def test_a_spread_is_recorded_after_its_score(context: Context[Any], supervisor:
         ("done", 1, 8),
         ("score", 2, 0.5),
         ("done", 2, 9),
+        ("done", 3, 10),
     ]
     assert all(type(value) is float for _, _, value in supervisor.records[:3])
-
-
-def test_without_a_score_there_is_nothing_to_spread(context: Context[Any], supervisor: Supervisor) -> None:
-    context.start(0)
-    supervisor.records.clear()
-    context.log(1, done=8, spread=(1.0, 2.0))
-    assert supervisor.records == [("done", 1, 8)]
 
 
 # ---- what is kept

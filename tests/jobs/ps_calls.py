@@ -86,7 +86,7 @@ class Gang:
             checkpoints = Checkpoints(directory, "ps", generation) if directory and me.rank == 0 else None
             attachment = Attachment(generation, me, tuple(members))
             context = Context(settings, attachment, self.metrics, JOB, checkpoints=checkpoints)
-            context.transport = self  # type: ignore[assignment]
+            context.group.use(self)
             self.contexts[me.name] = context
             if me.role == "ps":
                 self.roles[me.name] = server = Server(context)

@@ -242,7 +242,7 @@ class Ranks:
         self.samples = 0
         self.actor = Actor(model.build(self.settings, self.spaces, self.choices), CPU)
         self.batcher = Batcher(self.actor, self.spaces.observation.shape, wait=0.0)
-        self.context.transport = Direct(self.batcher)
+        self.context.group.use(Direct(self.batcher))
 
     def close(self) -> None:
         for group in self.observer.groups:

@@ -231,7 +231,7 @@ class Gang:
         self.master.save(self.step, {"embeddings": self.table, "step": self.step}, drain=False)
         if busy:
             self.train(3)
-        return self.master.training.require_saver().wait(60)
+        return self.master.require_saver().wait(60)
 
     @property
     def tables(self) -> Tables:
@@ -461,7 +461,7 @@ def test_a_slow_writer_delays_no_update(monkeypatch: pytest.MonkeyPatch, gang: C
     first.master.save(first.step, {"embeddings": first.table, "step": first.step}, drain=False)
     first.train(3)
     released.set()
-    assert not first.master.training.require_saver().wait(60)
+    assert not first.master.require_saver().wait(60)
     monkeypatch.setattr(shardfile, "write", write)
     saved, step = first.whole, first.step
     assert first.save(busy=False)

@@ -289,7 +289,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(
     for number in range(10, 20):
         step(first, ids[number])
     first.context.save(11, {"embeddings": first}, drain=False)
-    assert first.context.training.require_saver().wait(60)
+    assert first.context.require_saver().wait(60)
     second = together(tmp_path, after, max_rows=80 if after == 2 else 200, **same)
     second.context.restore({"embeddings": second})
     second.start(11)
@@ -324,10 +324,10 @@ def test_a_kept_table_is_a_fresh_one_in_the_next_generation(tmp_path: Path, save
         step(first, ids[number])
     if saves:
         first.context.save(5, {"embeddings": first}, drain=False)
-        assert first.context.training.require_saver().wait(60)
+        assert first.context.require_saver().wait(60)
     for number in range(5, 8):
         step(first, ids[number])
-    again = together(tmp_path, 2, 2, kept=first.context.transport.servers, **same)
+    again = together(tmp_path, 2, 2, kept=first.context.group.transport.servers, **same)
     fresh = together(tmp_path, 2, 2, **same)
     for whole in (again, fresh):
         whole.context.restore({"embeddings": whole})
@@ -411,7 +411,7 @@ def test_a_checkpoint_is_evaluated_and_exported(tmp_path: Path, form: str, capsy
 
 
 def held(whole: Any) -> list[HashedTable]:
-    return [server.table for server in whole.context.transport.servers.values()]
+    return [server.table for server in whole.context.group.transport.servers.values()]
 
 
 def looked_up(whole: Any, ids: Any) -> Tensor:
@@ -425,7 +425,7 @@ def filters(whole: Any) -> list[list[int]]:
 def step(whole: Any, ids: Any) -> None:
     """A step at every server."""
     lookup = bags(*([each] for each in ids.tolist()))
-    servers = list(whole.context.transport.servers.values())
+    servers = list(whole.context.group.transport.servers.values())
     for server, share in zip(servers, lookup.route(len(servers), server_cells(servers)), strict=True):
         make_step_at(server, share, gradient_of(lookup.rows))
 

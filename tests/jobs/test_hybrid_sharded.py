@@ -37,7 +37,7 @@ class Calls:
         self.servers, self.master = servers, master
         self.deadlines: list[float] = []
         for context in (master, *(server.context for server in servers.values())):
-            context.transport = self
+            context.group.use(self)
 
     def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
         server = self.servers.get(to)
@@ -101,14 +101,14 @@ def make_step(server: TableServer, lookup: Bags, gradient: torch.Tensor) -> None
 def step(whole: ShardedTable, number: int) -> None:
     """Some rows at each server are updated."""
     generator = torch.Generator().manual_seed(number)
-    for server in whole.context.transport.servers.values():
+    for server in whole.context.group.transport.servers.values():
         rows = torch.randperm(len(server.table.weight), generator=generator)[:40].sort().values
         make_step(server, Bags(rows, torch.arange(len(rows) + 1), None), torch.randn(len(rows), 3, generator=generator))
         assert server.step == number
 
 
 def tables(whole: ShardedTable) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    servers = whole.context.transport.servers.values()
+    servers = whole.context.group.transport.servers.values()
     return [(server.table.weight.detach().clone(), server.table.squares.clone()) for server in servers]
 
 
@@ -130,7 +130,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     first.context.save(2, {"embeddings": first}, drain=False)
     for number in (5, 6):
         step(first, number)
-    assert first.context.training.require_saver().wait(60)
+    assert first.context.require_saver().wait(60)
     second = together(tmp_path, 2, optimizer=optimizer)
     second.context.restore({"embeddings": second})
     second.start(2)
@@ -150,11 +150,11 @@ def test_a_kept_table_is_a_fresh_one_in_the_next_generation(tmp_path: Path, save
     step(first, 1)
     if saves:
         first.context.save(1, {"embeddings": first}, drain=False)
-        assert first.context.training.require_saver().wait(60)
+        assert first.context.require_saver().wait(60)
     step(first, 2)
     first.begin(4)
     step(first, 3)
-    servers = first.context.transport.servers
+    servers = first.context.group.transport.servers
     for server in servers.values():  # a trainer has sent its part of the next step, and looks a later one up
         server.add_bags(0, Bags(torch.arange(3), torch.arange(4), None))
         waiting = server.lookup(9, Bags(torch.arange(3), torch.arange(4), None))
@@ -177,7 +177,7 @@ def test_no_row_is_restored_while_an_update_of_the_generation_before_runs(
     whole = together(tmp_path, 1)
     whole.context.restore({"embeddings": whole})
     whole.start(0)
-    (server,) = whole.context.transport.servers.values()
+    (server,) = whole.context.group.transport.servers.values()
     updates, goes_on, update = threading.Event(), threading.Event(), server.table.update
 
     def slow(rows: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -205,4 +205,4 @@ def test_filling_a_share_may_take_a_phase(tmp_path: Path) -> None:
     whole = together(tmp_path, 2, step_timeout=5.0, phase_timeout=900.0)
     for _ in range(2):  # the first time the servers may be loading
         whole.start(0)
-    assert [float(each) for each in whole.context.transport.deadlines[2:]] == [900.0, 900.0]
+    assert [float(each) for each in whole.context.group.transport.deadlines[2:]] == [900.0, 900.0]

@@ -50,7 +50,7 @@ class Lost:
 def interrupted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """A rollout whose agent is lost after it has answered so many calls."""
     with monkeypatch.context() as patch:
-        patch.setattr(ranks.context.group, "transport", Lost(ranks.context.transport, calls))
+        patch.setattr(ranks.context.group, "transport", Lost(ranks.context.group.transport, calls))
         with pytest.raises(PeerLostError):
             ranks.rollout()
 

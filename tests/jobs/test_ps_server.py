@@ -165,7 +165,7 @@ def reporting(**chosen: Any) -> tuple[Server, Lead, Supervisor]:
     supervisor, lead = Supervisor(), Lead()
     settings = PsSettings(job="ps", servers=2, model=HERE + "small", **chosen)
     context = Context(settings, Attachment(1, MEMBERS[1], MEMBERS), MagicMock(), supervision=supervisor)
-    context.transport = lead  # type: ignore[assignment]
+    context.group.use(lead)
     return Server(context), lead, supervisor
 
 

@@ -65,7 +65,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     first.context.save(2, {"model": first.whole}, drain=False)
     for version in (3, 4):
         first.step(version)
-    assert first.context.training.require_saver().wait(60)
+    assert first.context.require_saver().wait(60)
     second = Job(tmp_path, 2, **chosen)
     second.restore()
     torch.testing.assert_close(second.state(), saved, rtol=0, atol=0)

@@ -59,7 +59,7 @@ class Member:
         """The next generation."""
         self.generation = Generation(self.settings, self.context.generation + 1, lost_at)
         self.context.group.begin(self.generation.contexts["trainer_0"].group.attachment)
-        self.context.transport = self.generation  # type: ignore[assignment]
+        self.context.group.use(self.generation)
         self.role.attached(self.context)
         return self.generation
 

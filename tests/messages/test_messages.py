@@ -66,12 +66,8 @@ PACKETS: dict[Any, list[Any]] = {  # the types that a reader decodes, and messag
         tunnel.GetTicket(WANTED),
         tunnel.Receive("wire"),
     ],
-    tunnel.Answer: [
-        tunnel.Answer(service="wire"),
-        tunnel.Answer(port=7),
-        tunnel.Answer(certificate=tunnel.Certificate("a", "b", False)),
-        tunnel.Answer(problem="it is gone"),
-    ],
+    tunnel.Certificate: [tunnel.Certificate("a", "b", False)],
+    str | tunnel.Problem: ["0123456789abcdef", tunnel.Problem("it is gone")],
 }
 LINES: dict[Any, list[Any]] = {
     sinks.Open: [sinks.Open({"title": "rl"}, 70)],

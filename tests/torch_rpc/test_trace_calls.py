@@ -21,8 +21,6 @@ from rolecall.torch_rpc import tracing
 from tests.context import contexts
 
 ABOUT = {"job": "rl", "role": "lead", "ordinal": 0, "rank": 0, "generation": 1}
-ANSWERS: list[Future[int]] = []
-SEEN: list[Any] = []
 
 
 class Trace:
@@ -35,13 +33,6 @@ class Trace:
         self.recorder.flush()
         records = map(parse, self.path.read_text().splitlines())
         return [record for record in records if isinstance(record, SpanRecord)]
-
-    def pair(self) -> tuple[SpanRecord, SpanRecord]:
-        """The only call: its client span and its server span."""
-        spans = {span.kind: span for span in self.spans() if span.kind in ("client", "server")}
-        assert spans["server"].parent == spans["client"].id
-        assert spans["server"].name == spans["client"].name
-        return spans["client"], spans["server"]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ class Sharded:
     def __init__(self, context: Any, name: str, role: str) -> None:
         """`context` is this rank's `Context`. Raises UsageError at another rank than rank 0."""
         self.context, self.name, self.role = context, name, role
-        self.checkpoints: Checkpoints = context.require_checkpoints()
+        self.checkpoints: Checkpoints = context.require_saver().checkpoints
         self.settings: Settings = context.settings
         self._step: int | None = None  # of the newest order
         self._collected: tuple[int, Written] | None = None  # the newest, of all members

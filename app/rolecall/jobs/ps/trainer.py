@@ -79,7 +79,7 @@ def run_autograd(context: Context[PsSettings], train: data.Split) -> None:
     by distributed autograd; the lead steps the one optimizer.
     """
     metrics, me, lead = context.metrics, TrainerId.of(context.me, context.generation), context.rank0
-    seconds, device = deadline(context.settings), context.device if lead.name in context.mapped else "cpu"
+    seconds, device = deadline(context.settings), context.device if lead.name in context.torch.mapped else "cpu"
     calls, key = context.options(timeout=seconds), GradientKey(me, 0)
     answer = calls.call(lead, Server.exchange, GradientPart(key, 0, None, BatchReport(0, 0))).result()
     server = context.reference(lead)

@@ -139,7 +139,7 @@ class ModelServer:
     def _outgoing(self, tensor: Tensor) -> Tensor:
         """`tensor` on the device that the trainer expects: a GPU only if both ranks compute on one."""
         trainer = self.context.peers("trainer")[0].name
-        return tensor.to(self.context.device if trainer in self.context.mapped else "cpu")
+        return tensor.to(self.context.device if trainer in self.context.torch.mapped else "cpu")
 
 
 class TrainerState:
@@ -165,7 +165,7 @@ class Trainer:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
         settings, self.device = self.settings, context.device
         self.calls = context.options(timeout=settings.step_timeout)
-        self.rpc_device = self.device if context.rank0.name in context.mapped else torch.device("cpu")
+        self.rpc_device = self.device if context.rank0.name in context.torch.mapped else torch.device("cpu")
         with context.phase("loading"):
             self.text = corpus.load(settings)
         self.train_streams = corpus.streams(self.text.train, settings.batch_size)

@@ -22,7 +22,7 @@ from rolecall.tunnel.dial import connect
 from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.local import unix_listener
 from rolecall.tunnel.peek import peek
-from rolecall.tunnel.process import Sockets, Tunnel
+from rolecall.tunnel.process import Listeners, Tunnel
 from rolecall.tunnel.rank0 import CoordinatorClient
 
 T = TypeVar("T")
@@ -106,13 +106,13 @@ class Rank0:
         credentials = Credentials(settings, self.job)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with tempfile.TemporaryDirectory(prefix="rolecall-doctor-") as folder, ours:
-            sockets = Sockets(
+            listeners = Listeners(
                 socket.create_server(("127.0.0.1", 0)),
                 unix_listener(Path(folder, places.INSIDE), socket.SOCK_SEQPACKET),
                 unix_listener(Path(folder, places.CONTROL)),
             )
             tunnel = Tunnel(
-                settings, credentials, rank0=self.name, coordinator=None, sockets=sockets, supervisor=theirs
+                settings, credentials, rank0=self.name, coordinator=None, listeners=listeners, supervisor=theirs
             )
             threading.Thread(target=tunnel.serve, daemon=True).start()  # until `ours` is closed
             yield Path(folder, places.CONTROL)

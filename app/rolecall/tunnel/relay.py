@@ -1,4 +1,4 @@
-"""Splices a local connection and one to a peer: data that arrives at one end is sent at the other.
+"""Relays between a local connection and one to a peer: data that arrives at one end is sent at the other.
 
 At most one buffer of each direction is held: if one end does not accept it, the other is not read. The end of one
 direction is passed on as such; any other end resets the connection at the other end.
@@ -46,7 +46,7 @@ class Rewrite:
         return self._held[:end].replace(self._old, self._new) + self._held[end:]
 
 
-class Splice:
+class Relay:
     """`plain` is the end on this machine, `channel` leads to the peer. `closed` is called once it is over."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Splice:
         loop: Loop,
         channel: Channel,
         plain: socket.socket,
-        closed: Callable[[Splice], None],
+        closed: Callable[[Relay], None],
         rewrite: Rewrite | None = None,
     ) -> None:
         plain.setblocking(False)

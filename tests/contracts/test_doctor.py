@@ -8,16 +8,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from rolecall.observe.doctor import command
 from tests import commands
 from tests.contracts.containers import MAKEFILE, ROOT
-from tests.contracts.manifests import K8S, Object, extended, overlay
-from tests.contracts.test_k8s import KUBERNETES
+from tests.contracts.manifests import K8S, Object, component, extended, rendering, validate
 
-COMPONENT = K8S / "components" / "doctor"
 PAGE = (ROOT / "docs" / "doctor.md").read_text()
 KINDS = ("StatefulSet", "Job")
 # of a rank alone
@@ -31,13 +28,11 @@ def templates(objects: list[Object]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["ps-trainers-cuda", "hybrid-indexed"])
 def test_the_component_examines_each_rank_as_it_is(name: str, tmp_path: Path) -> None:
-    component = os.path.relpath(COMPONENT, tmp_path.resolve())
-    plain, objects = overlay(name).objects, extended(tmp_path, K8S / name, components=[component])
+    plain, objects = rendering(name).objects, extended(tmp_path, K8S / name, **component(tmp_path, "doctor"))
     assert [one for one in plain if one["kind"] not in KINDS] == [one for one in objects if one["kind"] not in KINDS]
     assert templates(objects).keys() == templates(plain).keys()
     for one in objects:
-        if one["kind"] in KINDS:
-            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+        validate(one)
     assert "components:\n  - ../k8s/components/doctor\n" in PAGE
     for key, spec in templates(objects).items():
         (doctor,) = spec.pop("initContainers")

@@ -1,5 +1,5 @@
-"""What runs the user's own: compose.yaml's profiles `job` and `script` with the script that starts them, k8s/job and
-k8s/script. Needs neither Docker nor a cluster.
+"""What runs the user's own: compose.yaml's profiles `job` and `script` with the script that starts them. Needs no
+Docker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import pytest
 
 from tests import commands
 from tests.contracts.containers import COMPOSE, GENERIC, RANKS, ROOT, filled, image_environment, is_first, settings_of
-from tests.contracts.manifests import overlay
 from tests.contracts.test_compose import NOT_PASSED
 
 PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data", "JOB_TOKEN_FILE": "/run/secrets/job-token"}
@@ -82,20 +81,6 @@ def test_the_users_files_are_read_only_and_every_rank_may_write_beside_the_check
     assert {source for source, *_ in volumes} <= set(COMPOSE["volumes"])
     said = (ROOT / "docs" / "containers.md").read_text()
     assert all(f"`{target}`" in said for _, target, *_ in volumes)
-
-
-# ---- k8s/job and k8s/script
-
-
-@pytest.mark.parametrize("name", GENERIC)
-def test_the_users_file_is_mounted_where_the_settings_look_for_it(name: str) -> None:
-    (one,) = overlay(name).sets
-    assert one.environment["JOB" if name == "job" else "SCRIPT"] == f"/{name}"
-    (volume,) = [volume for volume in one.pod["volumes"] if "configMap" in volume]
-    assert volume["configMap"] == {"name": name}  # kubectl create configmap NAME --from-file=FILE.py
-    (mount,) = [mount for mount in one.container["volumeMounts"] if mount["name"] == volume["name"]]
-    assert (mount["mountPath"], mount["readOnly"]) == (f"/{name}", True)
-    assert one.container["workingDir"] == f"/{name}"
 
 
 # ---- docker/up.sh

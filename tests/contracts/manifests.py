@@ -97,8 +97,8 @@ def blocks(page: str) -> list[Block]:
 
 
 def lay(files: list[Block], directory: Path) -> Path:
-    """Writes the files of a page beside copies of k8s/, one of them vendored. Returns the folder of the last file."""
-    for parent in (directory, directory / "vendor" / "rolecall"):
+    """Writes the files of a page beside a copy of k8s/, vendored if the last one says so. Returns its folder."""
+    for parent in (directory, *([directory / "vendor" / "rolecall"] if "/vendor/" in files[-1][1] else [])):
         shutil.copytree(K8S, parent / "k8s")
         shutil.copytree(ROOT / "docker" / "grafana", parent / "docker" / "grafana")
     shutil.copytree(K8S / "job", directory / "k8s" / "mine")  # as a page says
@@ -235,10 +235,14 @@ class Rendering:
         return not self.of_kind("StatefulSet")
 
     @property
+    def runs(self) -> str:
+        """The job's name in the registry, or the place of its file."""
+        return self.ranks[0].environment()["JOB"]
+
+    @property
     def job(self) -> Job | None:
         """The built-in job; a job of a file is not known here."""
-        name = self.ranks[0].environment(0)["JOB"]
-        return registry.get(name) if name in registry.JOBS else None
+        return registry.get(self.runs) if self.runs in registry.JOBS else None
 
     @property
     def first(self) -> Ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from rolecall.observe.doctor import command
 from tests import commands
-from tests.contracts.containers import MAKEFILE, ROOT
+from tests.contracts.containers import ROOT
 from tests.contracts.manifests import K8S, Object, component, extended, rendering, validate
 
 PAGE = (ROOT / "docs" / "doctor.md").read_text()
@@ -60,14 +59,10 @@ esac
 
 
 def doctor(directory: Path, containers: str, running: int = 0, ended: int = 0) -> subprocess.CompletedProcess[str]:
-    program = directory / "bin" / "docker"
-    program.parent.mkdir()
     (directory / "containers").write_text(containers)
-    program.write_text(DOCKER.format(containers=directory / "containers", running=running, ended=ended))
-    program.chmod(0o755)
-    return commands.run(
-        [ROOT / "docker" / "ranks.sh", "doctor", "rl"], env={"PATH": f"{program.parent}:{os.environ['PATH']}"}
-    )
+    script = DOCKER.format(containers=directory / "containers", running=running, ended=ended)
+    environment = commands.stand_in(directory / "bin", "docker", script=script)
+    return commands.run([ROOT / "docker" / "ranks.sh", "doctor", "rl"], env=environment)
 
 
 def test_make_doctor_examines_in_the_place_of_containers_that_have_ended(tmp_path: Path) -> None:
@@ -84,9 +79,3 @@ def test_make_doctor_without_containers(tmp_path: Path) -> None:
     done = doctor(tmp_path, "")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "rolecall: there is no container of rl: make up-rl\n"
-
-
-def test_make_calls_it() -> None:
-    recipe = re.search(r"^doctor: .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
-    assert recipe
-    assert recipe.group(1) == '\t@docker/ranks.sh doctor "$(JOB)"\n'

@@ -288,15 +288,6 @@ def test_an_observers_agent_is_that_of_its_copy() -> None:
 # ---- make and k8s/kind.sh
 
 
-@pytest.fixture
-def kubectl_says(tmp_path: Path) -> Path:
-    """A program that says what it was called with, and keeps what it was given on its input."""
-    program = tmp_path / "kubectl"
-    program.write_text(f'#!/bin/sh\necho "$*" >{tmp_path}/arguments\ncat >{tmp_path}/input\n')
-    program.chmod(0o755)
-    return program
-
-
 @pytest.mark.parametrize(
     ("variables", "name", "more"),
     [
@@ -306,14 +297,16 @@ def kubectl_says(tmp_path: Path) -> Path:
     ],
 )
 def test_make_creates_the_secret_and_no_argument_holds_the_token(
-    kubectl_says: Path, variables: tuple[str, ...], name: str, more: str
+    tmp_path: Path, variables: tuple[str, ...], name: str, more: str
 ) -> None:
+    script = f'#!/bin/sh\necho "$*" >{tmp_path}/arguments\ncat >{tmp_path}/input\n'
+    commands.stand_in(tmp_path, "kubectl", script=script)
     environment = {key: value for key, value in os.environ.items() if key not in ("JOB", "MAKEFLAGS", "MAKELEVEL")}
-    done = commands.run(["make", "k8s-token", f"KUBECTL={kubectl_says}", *variables], env=environment)
+    done = commands.run(["make", "k8s-token", f"KUBECTL={tmp_path / 'kubectl'}", *variables], env=environment)
     assert done.returncode == 0, done.stderr
-    said = (kubectl_says.parent / "arguments").read_text()
+    said = (tmp_path / "arguments").read_text()
     assert said == f"create secret generic {name} --from-file=JOB_TOKEN=/dev/stdin{more}\n"
-    token = (kubectl_says.parent / "input").read_text()
+    token = (tmp_path / "input").read_text()
     assert token not in done.stdout + done.stderr
     config.load(Settings, job_token=token)  # which refuses a short one
     assert name.removeprefix("b-") in {rendering(job).instance for job in (*JOBS, *GENERIC)}
@@ -347,15 +340,9 @@ esac
 )
 def test_kind_waits_for_the_jobs_end(states: tuple[str, ...], code: int, tmp_path: Path) -> None:
     (tmp_path / "states").write_text("".join(f"{state}\n" for state in states))
-    for name in ("docker", "kind", "kubectl", "sleep"):
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(KIND.format(log=tmp_path / "log", states=tmp_path / "states"))
-        program.chmod(0o755)
-    done = commands.run(
-        [K8S / "kind.sh", "ps-trainers", "rolecall:cpu"],
-        env={"PATH": f"{program.parent}:{os.environ['PATH']}", "TIMEOUT": "320"},
-    )
+    script = KIND.format(log=tmp_path / "log", states=tmp_path / "states")
+    environment = commands.stand_in(tmp_path / "bin", "docker", "kind", "kubectl", "sleep", script=script)
+    done = commands.run([K8S / "kind.sh", "ps-trainers", "rolecall:cpu"], env={**environment, "TIMEOUT": "320"})
     assert done.returncode == code, done.stderr
     log = (tmp_path / "log").read_text()
     assert "kubectl --context kind-rolecall apply -k k8s/ps-trainers\n" in log

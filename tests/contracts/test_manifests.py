@@ -71,9 +71,7 @@ def test_there_is_nothing_else_in_them() -> None:
 def test_every_job_has_its_folders_and_they_live_side_by_side_in_a_namespace() -> None:
     folders = {path.parent.name for path in K8S.glob("*/kustomization.yaml")} - {"base"}
     assert folders == {*OVERLAYS, *ENDING}
-    assert [job.name for name in (*JOBS, *GENERIC) if (job := rendering(name).job)] == [
-        name for name in registry.JOBS if name != "job"
-    ]
+    assert {rendering(name).runs for name in (*JOBS, *GENERIC)} == {*registry.JOBS, "/job"}
     every = [rendering(name) for name in (*JOBS, *GENERIC)]
     names = [(one["kind"], one["metadata"]["name"]) for each in every for one in each.objects]
     # with the ConfigMaps that users make
@@ -242,7 +240,7 @@ def test_rank_0_alone_keeps_something(rendered: Rendering) -> None:
         else:
             assert not one.claims
             # a program may write there in each rank, and a table past memory is kept there
-            assert CHECKPOINTS not in mounted or rendered.job is None or rendered.job.name in ("script", "hybrid")
+            assert CHECKPOINTS not in mounted or rendered.runs in ("/job", "script", "hybrid")
 
 
 # ---- starting, stopping, replacing
@@ -275,7 +273,8 @@ def test_a_gang_starts_and_is_replaced_without_a_deadlock(rendered: Rendering) -
     for one in rendered.ranks:
         if not one.ends:
             assert one.spec["podManagementPolicy"] == "Parallel"
-            waits = one.count > 1 and one.component not in elastic
+            # fixed ranks may be among those without roles
+            waits = one.component not in elastic and (one.count > 1 or one.component == "rank")
             assert one.spec["updateStrategy"] == {"type": "OnDelete" if waits else "RollingUpdate"}
     for item in rendered.of_kind("JobSet"):
         # each waits for all
@@ -313,7 +312,7 @@ def test_ranks_are_spread_over_nodes_and_those_that_exchange_tensors_share_a_zon
         (spread,) = one.pod["topologySpreadConstraints"]
         assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
         assert len(rendered.selected(spread["labelSelector"])) == len(rendered.pods)
-        if rendered.job and rendered.job.name in ("ps", "rnn", "hybrid"):
+        if rendered.runs in ("ps", "rnn", "hybrid"):
             assert set(one.pod["affinity"]) == {"podAffinity"}
             assert set(one.pod["affinity"]["podAffinity"]) == {"preferredDuringSchedulingIgnoredDuringExecution"}
             (near,) = one.pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
@@ -330,18 +329,19 @@ def test_the_restricted_profile_passes(rendered: Rendering) -> None:
     """The rules of the restricted Pod Security Standard, and a read-only root besides."""
     for one in rendered.ranks:
         pod, container = one.pod, one.container
-        assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers", "ephemeralContainers"} & set(pod)
+        assert not {"hostNetwork", "hostPID", "hostIPC", "ephemeralContainers"} & set(pod)
         given = pod["securityContext"]
         assert given["runAsNonRoot"] is True
         assert f"{given['runAsUser']}:{given['runAsGroup']}" == only("USER")
         assert given["fsGroup"] == given["runAsGroup"]  # the volume is the user's
         assert given["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"sysctls", "seLinuxOptions", "appArmorProfile", "windowsOptions"} & set(given)
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        for each in (container, *pod.get("initContainers", [])):  # the component doctor's
+            assert each["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
         assert all("hostPort" not in entry for entry in container["ports"])
         assert not {"command", "args", "lifecycle"} & set(container)  # the image's own entry point
         for volume in pod["volumes"]:
@@ -363,7 +363,10 @@ def test_no_token_but_the_jobs(rendered: Rendering) -> None:
         assert "serviceAccountName" not in one.pod
         # 0440: the group is the pod's fsGroup; the mount is read-only (manifests.py)
         secret = {"secretName": rendered.instance, "optional": True, "defaultMode": 0o440}
-        assert one.secrets == {"/run/secrets/rolecall": secret}
+        # certificates of one's own, besides, in the example that has them
+        assert {place: each for place, each in one.secrets.items() if not place.endswith("/tls")} == {
+            "/run/secrets/rolecall": secret
+        }
         assert one.environment()["JOB_TOKEN_FILE"] == "/run/secrets/rolecall/JOB_TOKEN"
         # no variable holds it, or comes from a Secret, which whoever may look at a container would see
         assert "JOB_TOKEN" not in one.environment()
@@ -395,7 +398,7 @@ def test_gpus_are_for_ranks_that_compute_on_one(rendered: Rendering) -> None:
     for one in rendered.ranks:
         assert ("nodeSelector" in one.pod, "tolerations" in one.pod) == (one in cuda, one in cuda)
         assert (one.environment().get("DEVICE") == "cuda") == (one in cuda)
-        if "rolecall:" in one.container["image"]:
+        if one.container["image"].startswith("rolecall:"):
             assert one.container["image"] == ("rolecall:cuda" if one in cuda else "rolecall:cpu")
     if rendered.name.endswith("-cuda") or cuda:
         assert cuda == [one for one in rendered.ranks if one.annotations.get("rolecall/cuda") == "true"]

@@ -32,11 +32,9 @@ printf '{{"containerimage.digest": "{digest}"}}' > "$2"
 
 
 def push(folder: Path, torch: str, image: str = NAME) -> subprocess.CompletedProcess[str]:
-    (folder / "docker").write_text(DOCKER.format(folder=folder, digest=DIGESTS[torch]))
-    (folder / "docker").chmod(0o755)
+    program = commands.stand_in(folder, "docker", script=DOCKER.format(folder=folder, digest=DIGESTS[torch]))
     command = ["make", "--silent", "push", f"IMAGE={image}", f"TORCH={torch}"]
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    return commands.run(command, env=environment)
+    return commands.run(command, env={**os.environ, **program})
 
 
 def test_all_platforms_are_pushed_at_once_with_an_sbom(tmp_path: Path) -> None:

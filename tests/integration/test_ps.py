@@ -107,8 +107,8 @@ def test_every_sample_is_used_exactly_once_an_epoch_whoever_is_killed(
 
 @pytest.mark.parametrize("mode", ["sync", "async", "local"])
 def test_trainers_join_stay_and_return(cluster: MakeCluster, mode: str) -> None:
-    """A join restarts nobody; the next generation keeps the trainers' processes; a killed one is missed before its lease
-    runs out, and joins again."""
+    """A join restarts nobody; the next generation keeps the trainers' processes; a killed one is missed before its
+    lease runs out, and joins again."""
     job = cluster(JOB="ps", UPDATE_MODE=mode, INNER_STEPS="4", CHECKPOINT_INTERVAL="0.3", LEASE_SECONDS="600").start(2)
     job.trains()
 

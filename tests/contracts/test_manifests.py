@@ -39,7 +39,7 @@ from tools import jobs
 from tools.jobs import INSTANCE
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
-SHOWN = (*JOBS, "hybrid-cuda", *GENERIC)
+SHOWN = ("rl", "hybrid-cuda", "job")  # one of each shape
 GENERATED = jobs.generate()
 CHECKPOINTS = image_environment()["CHECKPOINT_DIR"]
 PORT = Settings.model_fields["port"].default

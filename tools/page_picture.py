@@ -1,7 +1,6 @@
 """Trains `rl` here, kills ranks meanwhile, and takes a picture of rank 0's page: `python -m tools.page_picture [FILE]`.
 
-FILE is docs/page.png by default. It needs a Chromium of the system's. The picture says which page.html drew it, and a
-test compares.
+FILE is docs/page.png by default, which notes the page.html that drew it. It needs a Chromium of the system's.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from playwright.sync_api import Page, sync_playwright
 
 from tools.ranks import kill, urls_of
 
-ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs" / "page.png"
-PAGE = ROOT / "app" / "rolecall" / "observe" / "page" / "page.html"
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "page.png"
+PAGE = PICTURE.parents[1] / "app" / "rolecall" / "observe" / "page" / "page.html"
 COMMAND = (
     "rolecall run rl --plain --observers 4 --num-envs 8 --rollout-steps 128 --checkpoint-interval 1 --rejoin-interval 2"
 )

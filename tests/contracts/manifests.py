@@ -22,8 +22,7 @@ from rolecall import new
 from rolecall.config import Settings
 from rolecall.declare import registry
 from rolecall.declare.spec import Job
-from tests import commands
-from tools.jobs import COMPONENT, FAST_LOADER, INDEX, KINDS
+from tools.jobs import COMPONENT, INDEX, KINDS, Object, render
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "k8s"
@@ -44,7 +43,6 @@ UNKNOWN = {
     "PodGroup": "scheduling.x-k8s.io/v1alpha1",
 } | dict.fromkeys(("ResourceFlavor", "ClusterQueue", "LocalQueue"), "kueue.x-k8s.io/v1beta2")
 REMOTE = re.compile(r"https://git\.example/team/rolecall//(k8s/\S+)\?ref=v[\d.]+")
-Object = dict[str, Any]
 Block = tuple[str, str]
 # each validation would look for the versions that there are, and read a megabyte of definitions
 kubernetes_schemas.all_versions = functools.cache(kubernetes_schemas.all_versions)
@@ -52,20 +50,6 @@ kubernetes_schemas.schema_contents = functools.cache(kubernetes_schemas.schema_c
 
 
 # ---- kustomizations
-
-
-def render_text(directory: Path) -> str:
-    """The kustomization in `directory` as kubectl, the machine's or the one that make fetches, prints it."""
-    program = shutil.which("kubectl") or str(ROOT / "build" / "kubectl")
-    assert Path(program).exists(), "there is no kubectl: run `make kubectl`"
-    done = commands.run([program, "kustomize", str(directory)], env={**os.environ, "GOGC": "off"})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def render(directory: Path) -> list[Object]:
-    """The objects of the kustomization in `directory`."""
-    return list(yaml.load_all(render_text(directory), FAST_LOADER))
 
 
 def layer(directory: Path, base: Path, **fields: Any) -> Path:

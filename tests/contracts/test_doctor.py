@@ -12,7 +12,8 @@ import pytest
 from rolecall.observe.doctor import command
 from tests import commands
 from tests.contracts.containers import ROOT
-from tests.contracts.manifests import K8S, Object, component, extended, rendering, validate
+from tests.contracts.manifests import K8S, component, extended, rendering, validate
+from tools.jobs import Object
 
 PAGE = (ROOT / "docs" / "doctor.md").read_text()
 KINDS = ("StatefulSet", "Job")

@@ -25,7 +25,6 @@ from tests.contracts.manifests import (
     GENERIC,
     JOBS,
     K8S,
-    Object,
     Rendering,
     blocks,
     component,
@@ -33,7 +32,7 @@ from tests.contracts.manifests import (
     rendering,
     validate,
 )
-from tools.jobs import INSTANCE
+from tools.jobs import INSTANCE, Object
 
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 OPERATIONS = (ROOT / "docs" / "kubernetes-operations.md").read_text()
@@ -234,7 +233,7 @@ def test_an_elastic_role_follows_its_autoscaler(folder: str, names: dict[str, st
 
 @pytest.mark.parametrize("folder", SCALED)
 def test_a_job_without_its_bound_is_refused(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=f"data.{SCALED[folder][3]}. is missing"):
+    with pytest.raises(SystemExit, match=f"data.{SCALED[folder][3]}. is missing"):
         scaled(tmp_path, folder, ["SEED=1"])
 
 

@@ -14,7 +14,8 @@ import yaml
 
 from tests import commands
 from tests.contracts.containers import ROOT
-from tests.contracts.manifests import K8S, Object, extended, rendering
+from tests.contracts.manifests import K8S, extended, rendering
+from tools.jobs import Object
 
 NAME = "registry.example/team/rolecall"
 DIGESTS = {"cpu": f"sha256:{'a' * 64}", "cuda": f"sha256:{'b' * 64}"}

@@ -8,8 +8,9 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from tests.contracts.manifests import K8S, Ranks, Rendering, layer, render
+from tests.contracts.manifests import K8S, Ranks, Rendering, layer
 from tests.e2e.containers import DISK, IMAGE, ROOT, TESTS, Container, docker
+from tools.jobs import render
 
 _numbers = itertools.count()
 SCRATCH = "rw,noexec,nosuid,nodev,mode=1777"  # as the engine gives a pod's memory volume

@@ -110,7 +110,7 @@ def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster
 
 @pytest.mark.parametrize("options", [{}, {"NUM_EMBEDDINGS": "20000", "TABLE_MEMORY": "240kB"}], ids=["memory", "disk"])
 def test_kept_servers_begin_again_without_a_checkpoint(cluster: MakeCluster, options: dict[str, str]) -> None:
-    changes = {"EPOCHS": "30", "OPTIMIZER": "adagrad", "LR": "0.02", **options}
+    changes = {"EPOCHS": "15", "OPTIMIZER": "adagrad", "LR": "0.02", **options}
     job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="600", **changes).start(TRAINERS)
     until(lambda: job.iterations() > 0, "a step")
     servers = job.workers("ps")

@@ -1,27 +1,89 @@
-"""What runs the user's own: compose.yaml's profiles `job` and `script` with the script that starts them, k8s/job and
-k8s/script. Needs neither Docker nor a cluster.
-"""
+"""The scripts of docker/, which make calls, with programs that stand in for Docker: the token, the user's own."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rolecall import config, telemetry
+from rolecall.config import Settings
+from rolecall.declare import registry
 from tests import commands
-from tests.contracts.containers import COMPOSE, GENERIC, RANKS, ROOT, filled, image_environment, is_first, settings_of
-from tests.contracts.manifests import overlay
-from tests.contracts.test_compose import NOT_PASSED
+from tests.contracts.containers import COMPOSE, MAKEFILE, ROOT, SCRIPTS, filled
 
-PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data", "JOB_TOKEN_FILE": "/run/secrets/job-token"}
-# what the shell or docker/up.sh says, and what each profile fixes
-FIXED = {
-    "job": {"JOB": "/job", **PLACES},
-    "script": {"JOB": "script", **PLACES, "SCRIPT": "/script", "RANKS": "2"},
-}
+TOKEN_SCRIPT = ROOT / "docker" / "token.sh"
+TOOLS = "bash env head base64 tr sed tail dirname mkdir ls mktemp chmod ln rm"  # of every system
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.suffix == ".sh"], ids=lambda path: path.name)
+def test_make_can_run_the_scripts(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    assert f"{script.relative_to(ROOT)}" in MAKEFILE
+    metrics = {row[0] for job in registry.JOBS for row in telemetry.catalogue(registry.get(job).metrics)}
+    assert set(re.findall(r"\brolecall_[a-z0-9_]+", script.read_text())) <= metrics
+
+
+# ---- docker/token.sh
+
+
+def make_token(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return commands.run([TOKEN_SCRIPT, *arguments], cwd=folder, env={"PATH": os.environ["PATH"], **variables})
+
+
+def is_protected(file: Path) -> bool:
+    """Whether a container's user can read the mounted file, and no other user of the host gets at it."""
+    return (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (0o444, 0o700)
+
+
+@pytest.mark.parametrize("variables", [{}, {"JOB_TOKEN_SOURCE": "a/b/token"}], ids=["default", "chosen"])
+def test_a_token_is_made_once(tmp_path: Path, variables: dict[str, str]) -> None:
+    """Compose reads `.env`, so the script does too; it needs no OpenSSL; and of several at once, one makes the file."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in TOOLS.split():
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    (tmp_path / ".env").write_text("".join(f"OBSERVERS=3\n{name}={value}\n" for name, value in variables.items()))
+    file = tmp_path / (variables.get("JOB_TOKEN_SOURCE") or filled(COMPOSE["secrets"]["job-token"]["file"]))
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: make_token(tmp_path, PATH=str(tools)), range(2)))
+    done = max(both, key=lambda one: len(one.stdout))
+    assert [one.returncode for one in both] == [0, 0]
+    token = file.read_text()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"rolecall: the ranks' token is in {file.relative_to(tmp_path)}\n"
+    assert is_protected(file)
+    config.load(Settings, job_token=token)  # which refuses a short one
+    assert len(token) >= 43
+    assert make_token(tmp_path).stdout == ""
+    assert file.read_text() == token
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_token_is_never_where_others_can_read_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    done = make_token(tmp_path, JOB_TOKEN_SOURCE="token")
+    assert done.returncode == 2
+    assert done.stderr.startswith("rolecall: JOB_TOKEN_SOURCE=token: others on this machine can enter its folder; ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_token_for_a_pipe_is_another_each_time(tmp_path: Path) -> None:
+    one, two = make_token(tmp_path, "-"), make_token(tmp_path, "-")
+    assert re.fullmatch(r"\S{43,}", one.stdout)  # no end of line either
+    assert one.stdout != two.stdout
+    assert not list(tmp_path.iterdir())
+
+
+# ---- docker/up.sh
+
 # stands in for docker: its arguments and what compose would put in, a line each
 DOCKER = """#!/usr/bin/env bash
 end() { tr ';' '\\n' <<<"${ENDS:-0 exited 0}" | sed -n "$(wc -l <"$TMPDIR/waits")p" | cut -d ' ' -f "$1"; }
@@ -41,79 +103,16 @@ esac
 """
 
 
-@pytest.mark.parametrize("profile", GENERIC)
-def test_a_profile_has_rank_0_and_the_others(profile: str) -> None:
-    services = {name: service for name, service in RANKS.items() if service["profiles"] == [profile]}
-    first, others = sorted(services, key=is_first, reverse=True)
-    assert (first, others) == (f"{profile}-rank0", f"{profile}-ranks")
-    assert services[first]["deploy"].get("replicas", 1) == 1
-    assert services[others]["deploy"]["replicas"] == "${OTHERS:-1}"
-    # nothing else tells them apart: the gang assigns roles and ordinals
-    one, two = services[first], services[others]
-    assert one["environment"] == {**two["environment"], "RANK": "0"}
-    assert not {"ROLE", "ORDINAL", "RANK"} & set(two["environment"])
-    apart = dict.fromkeys(("environment", "networks", "deploy"))
-    assert one | apart == two | apart
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_every_setting_is_passed_and_few_have_a_value_here(name: str) -> None:
-    profile, environment = RANKS[name]["profiles"][0], RANKS[name]["environment"]
-    known = {field.upper() for field in settings_of(name).model_fields} | set(FIXED[profile])
-    extra = {"SCRIPT_ARGS"} if profile == "script" else set()
-    assert set(environment) == known - {*NOT_PASSED, "ROLE"} | set(FIXED[profile]) | extra | (
-        {"RANK"} if is_first(name) else set()
-    )
-    valued = {variable: filled(value) for variable, value in environment.items() if value is not None}
-    assert {key: value for key, value in valued.items() if key not in {"MASTER_ADDR", "RANK"}} == FIXED[profile]
-    assert valued["MASTER_ADDR"] == f"{profile}.rpc"
-    variables = ["${JOB_VARIABLES:-/dev/null}"] if profile == "job" else None  # the names of a job's own settings
-    assert RANKS[name].get("env_file") == variables
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_the_users_files_are_read_only_and_every_rank_may_write_beside_the_checkpoints(name: str) -> None:
-    service, profile = RANKS[name], RANKS[name]["profiles"][0]
-    volumes = [filled(volume).split(":") for volume in service["volumes"]]
-    written = [(source, target) for source, target, *options in volumes if options != ["ro"]]
-    assert written == [(f"{profile}-checkpoints", image_environment()["CHECKPOINT_DIR"])]
-    assert [target for _, target, *options in volumes if options == ["ro"]] == [f"/{profile}", "/data"]
-    assert service["working_dir"] == f"/{profile}"
-    assert {source for source, *_ in volumes} <= set(COMPOSE["volumes"])
-    said = (ROOT / "docs" / "containers.md").read_text()
-    assert all(f"`{target}`" in said for _, target, *_ in volumes)
-
-
-# ---- k8s/job and k8s/script
-
-
-@pytest.mark.parametrize("name", GENERIC)
-def test_the_users_file_is_mounted_where_the_settings_look_for_it(name: str) -> None:
-    (one,) = overlay(name).sets
-    assert one.environment["JOB" if name == "job" else "SCRIPT"] == f"/{name}"
-    (volume,) = [volume for volume in one.pod["volumes"] if "configMap" in volume]
-    assert volume["configMap"] == {"name": name}  # kubectl create configmap NAME --from-file=FILE.py
-    (mount,) = [mount for mount in one.container["volumeMounts"] if mount["name"] == volume["name"]]
-    assert (mount["mountPath"], mount["readOnly"]) == (f"/{name}", True)
-    assert one.container["workingDir"] == f"/{name}"
-
-
-# ---- docker/up.sh
-
-
 @pytest.fixture
 def up(tmp_path: Path) -> Any:
     """Runs docker/up.sh, with a docker that only says what it is asked for."""
-    program = tmp_path / "bin" / "docker"
-    program.parent.mkdir()
-    program.write_text(DOCKER)
-    program.chmod(0o755)
+    program = commands.stand_in(tmp_path / "bin", "docker", script=DOCKER)
     (tmp_path / "my jobs").mkdir()
     for file in ("pi.py", "my jobs/pi.py"):
         (tmp_path / file).touch()
 
     def run(profile: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), **variables}
+        environment = {**program, "TMPDIR": str(tmp_path), **variables}
         return commands.run([ROOT / "docker" / "up.sh", profile, f"{profile}-rank0"], cwd=tmp_path, env=environment)
 
     return run

@@ -174,7 +174,8 @@ def test_extras_are_what_the_jobs_import_beside_the_core() -> None:
     optional = set[str]().union(*extras.values()) - extras["jobs"]
     for one in the_source().imports:
         package, job = one.module.partition(".")[0], one.importer.removeprefix("rolecall.jobs.").partition(".")[0]
-        if package not in {"rolecall", "annotationlib", *sys.stdlib_module_names}:  # of Python 3.14
+        # of Python 3.14, and of type checkers
+        if package not in {"rolecall", "annotationlib", "_typeshed", *sys.stdlib_module_names}:
             assert providers[package] & (core | (extras[job] if job in REFUSED else optional)), one
 
 

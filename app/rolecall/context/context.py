@@ -88,9 +88,8 @@ class Context(Calls, Training, Generic[S]):
         self.shares = Shares(settings.checkpoint_dir / rundir.SHARDS)
         self.services = Services(group, progress, lambda: int(self.torch.start_store()))
         self.weights = Publisher(group, metrics)
-        self.dispatcher = Dispatcher(
-            self.me.name, self.services, group.queues, self.shares, self.weights.holdings, self.weights.registry
-        )
+        offered = self.services, group.queues, self.shares, self.weights.holdings, self.weights.registry
+        self.dispatcher = Dispatcher(self.me.name, *offered)
 
     # ---- identity and peers
 

@@ -89,9 +89,14 @@ def test_it_trains_as_one_process_does(cluster: MakeCluster) -> None:
 
 
 def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster) -> None:
-    """With the table on disk; that of the one process is in memory."""
+    """With the table on disk, of a server that does not see the master's directory; that of the one process is in
+    memory.
+    """
     changes = {"EPOCHS": "12", "OPTIMIZER": "adagrad", "LR": "0.02", "NUM_EMBEDDINGS": "20000"}  # more than fit
-    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", TABLE_MEMORY="240kB", **changes).start(TRAINERS)
+    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", TABLE_MEMORY="240kB", **changes)
+    apart = job.directory / "apart"
+    for role, ordinal in (("master", 0), ("ps", 0), *(("trainer", number) for number in range(TRAINERS))):
+        job.add(role, ordinal, **({"CHECKPOINT_DIR": str(apart)} if role == "ps" else {})).start()
     for hurt in ("trainer-1", "ps-0"):
         seen = set(job.checkpoints.glob("checkpoint-*"))
         until(lambda s=seen: set(job.checkpoints.glob("checkpoint-*")) - s, "a further checkpoint")
@@ -104,6 +109,7 @@ def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster
     assert sum(summary["restarts"].values()) == summary["generations"] - 1
     assert summary["steps"] == saved.step
     assert summary["curve"]["final"] == summary["result"]["accuracy"]
+    assert not (apart / "shards").exists()
     for name, value in in_one_process(settings(**changes)).items():
         torch.testing.assert_close(weights(saved)[name], value, rtol=1e-3, atol=1e-4)
 

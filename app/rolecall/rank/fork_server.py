@@ -18,6 +18,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import resource_tracker  # undocumented: `ensure_running`, so that it starts with SIGINT blocked
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,21 @@ spared = set[int]()  # children of this process that `end` does not kill
 # by `_keep_alive_fd`), `_forkserver_authkey` (from Python 3.14 on; set by `start_as_fork`), and `main` (run by
 # `start_as_fork`, if it has no other parameters than MAIN_PARAMETERS, of which later releases have added the last two).
 _server: Any = multiprocessing.forkserver._forkserver
-_preload = [ADOPTING]
-_isolated = False
 _imported: list[str] = []  # by the running fork server
 _alive_fd = -1  # the fork server runs while this process has it open
 _workers = set[int]()  # process IDs of the workers that have not ended
 lock = threading.Lock()  # held until a new process is in `_workers`, by `clear`, and to read an exit code
 _forked = 0  # the process ID of a fork server that has forked, and so has finished its imports
-_retired = False  # it is not started any more
+
+
+@dataclass
+class Kind:
+    """A kind of fork server: it imports `preload`. If it is `isolated`, no module of the working directory replaces one
+    of a library; once it is `retired`, it is not started any more."""
+
+    preload: Sequence[str]
+    isolated: bool = False
+    retired: bool = False
 
 
 class ForkError(Exception):
@@ -60,45 +68,44 @@ class ForkError(Exception):
         self.killed = killed
 
 
+_of_workers = Kind([ADOPTING])
+
+
 def prepare(preload: Sequence[str], imported: bool = False) -> None:
     """Starts the fork server of a rank's workers, as `begin` does."""
-    begin([ADOPTING, MAIN, *preload], imported)
+    _of_workers.preload = [ADOPTING, MAIN, *preload]
+    begin(_of_workers, imported)
 
 
-def begin(
-    preload: Sequence[str], imported: bool = False, *, withheld: Sequence[int] = (), isolated: bool = False
-) -> None:
+def begin(kind: Kind, imported: bool = False, withheld: Sequence[int] = ()) -> None:
     """Starts the fork server unless it runs: as a fork of this process, without its file descriptors `withheld`, if
-    that has `imported` torch and has one thread. It imports `preload`, as its successors do; if it is `isolated`, no
-    module of the working directory replaces one of a library. Raises UsageError if TMPDIR cannot hold its socket.
+    that has `imported` torch and has one thread. Raises UsageError if TMPDIR cannot hold its socket.
     """
-    global _preload, _isolated, _retired
     # torch warns of every peer that ends; and `set_num_threads` affects the calling thread, not RPC's threads
     config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
-    _preload, _isolated, _retired = [*preload], isolated, False
     try:
-        with _shielded():
+        with _shielded(kind.isolated):
             if imported:
-                start_as_fork(_preload, withheld)
+                start_as_fork(kind.preload, withheld)
             else:
-                ensure_running(_preload)
+                ensure_running(kind.preload)
     except OSError as error:  # the path of a socket, which is in TMPDIR, has at most 107 characters
         raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
 
 
 @contextlib.contextmanager
-def _shielded() -> Iterator[None]:
+def _shielded(isolated: bool) -> Iterator[None]:
     """Within the block, a fork server that starts takes no SIGINT before it ignores that. The path of an isolated one
     does not begin with the working directory: it goes by the variable, and in later releases of Python by the path of
     this process.
     """
     resource_tracker.ensure_running()  # before the fork server, which unblocks SIGINT once it ignores it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    here = _isolated and not sys.flags.safe_path and sys.path[:1] in ([""], [str(Path.cwd())])
+    here = isolated and not sys.flags.safe_path and sys.path[:1] in ([""], [str(Path.cwd())])
     first = sys.path[:1] if here else []
     del sys.path[: len(first)]
     try:
-        with config.exported_for_a_moment(**({"PYTHONSAFEPATH": "1"} if _isolated else {})):
+        with config.exported_for_a_moment(**({"PYTHONSAFEPATH": "1"} if isolated else {})):
             yield
     finally:
         sys.path[:0] = first
@@ -192,16 +199,16 @@ def has_forked() -> bool:
     return _forked != 0 and _forked == server_pid()
 
 
-def start(process: Any, limit: float) -> None:
-    """Starts `process`, and the fork server if it does not run. Raises ForkError. If that does not answer for `limit`
-    seconds, in which this process is not suspended, it is killed, and the next start starts another one.
+def start(process: Any, limit: float, kind: Kind = _of_workers) -> None:
+    """Starts `process`, and the fork server of that kind if it does not run. Raises ForkError. If that does not answer
+    for `limit` seconds, in which this process is not suspended, it is killed, and the next start starts another one.
     """
     global _forked
     answered, late = threading.Event(), threading.Event()
     threading.Thread(target=_limit, args=(limit, answered, late), daemon=True).start()
     with lock:
         try:
-            _require_server()
+            _require(kind)
             process.start()  # waits for the imports
         except (OSError, EOFError) as error:
             number = _killed_by()
@@ -229,12 +236,12 @@ def _limit(limit: float, answered: threading.Event, late: threading.Event) -> No
     signal_server(signal.SIGKILL)  # who waits for it reads the end of its pipe then
 
 
-def _require_server() -> None:
+def _require(kind: Kind) -> None:
     """Starts the fork server unless it runs. Raises OSError if that is not possible, or if it has retired."""
-    if not _retired:
-        with _shielded():
-            ensure_running(_preload)
-    if _retired:  # meanwhile, too
+    if not kind.retired:
+        with _shielded(kind.isolated):
+            ensure_running(kind.preload)
+    if kind.retired:  # meanwhile, too
         signal_server(signal.SIGKILL)
         raise OSError("the fork server has ended")
 
@@ -277,10 +284,9 @@ def clear(ended: int) -> None:
         lock.release()
 
 
-def retire() -> None:
+def retire(kind: Kind) -> None:
     """Kills the fork server, also one that starts now, and lets it have no successor."""
-    global _retired
-    _retired = True
+    kind.retired = True
     signal_server(signal.SIGKILL)
 
 

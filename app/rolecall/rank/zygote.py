@@ -114,7 +114,8 @@ class Zygote:
             if target in registry.JOBS:
                 preload += [name for role in registry.get(target).roles for name in role.preload]
                 preload.append(registry.module_of(target).__name__)
-        fork_server.begin(preload, withheld is not None, withheld=withheld or (), isolated=True)
+        self._kind = fork_server.Kind(preload, isolated=True)
+        fork_server.begin(self._kind, withheld is not None, withheld or ())
 
     def __enter__(self) -> Zygote:
         return self
@@ -124,13 +125,13 @@ class Zygote:
 
     def end(self) -> None:
         """Kills the zygote. The processes that it has forked exit when their parent does."""
-        fork_server.retire()
+        fork_server.retire(self._kind)
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Forked:
         """Forks `rolecall ARGUMENTS` with `environment`. Waits for the zygote's imports. Raises ForkError."""
         command = Command(list(arguments), dict(environment), str(Path.cwd()), stdout, stderr)
         process = fork_server.context.Process(target=command)
-        fork_server.start(process, START_SECONDS)
+        fork_server.start(process, START_SECONDS, self._kind)
         return Forked(process)
 
     def call(self, arguments: Sequence[str], seconds: float) -> int:

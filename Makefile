@@ -164,7 +164,7 @@ k8s-render: $(KUBECTL) ## writes the manifests of every overlay of k8s/ to build
 	  $(KUBECTL) kustomize "k8s/$$overlay" > "build/k8s/$$overlay.yaml" || exit 1; echo "build/k8s/$$overlay.yaml"; done
 
 k8s-validate: $(READY) $(KUBECTL) ## checks the manifests offline: Kubernetes's schemas, the project's rules (OVERLAY=DIR: your own too)
-	$(BIN)/python -m pytest tests/contracts/test_k8s.py tests/contracts/test_k8s_copies.py $(if $(OVERLAY),--overlay "$(OVERLAY)")
+	$(BIN)/python -m pytest tests/contracts/test_manifests.py $(if $(OVERLAY),--overlay "$(OVERLAY)")
 
 k8s-token: SECRET ?= $(patsubst %-cuda,%,$(patsubst %-indexed,%,$(patsubst %-job,%,$(FOLDER))))
 k8s-token: $(KUBECTL) ## makes the Secret with the token of a job's pods (JOB=rl: the folder in k8s/; NAMESPACE=...; SECRET=b-rl: of a copy)

@@ -31,8 +31,8 @@ from bench.calls_job import Calls
 from bench.calls_work import FIGURES
 from bench.display import Display
 from bench.peers import process
-from rolecall.launch.here import free_ports
 from tests.chaos.network import NetworkError
+from tests.ports import free_ports
 
 DEADLINE = 180.0  # seconds of one program
 SECONDS, QUICK_SECONDS = 2.0, 0.5  # of a figure

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from bench import command, large_models, launch
 from bench.display import Display
-from rolecall.checkpoint.shardfile import Writer
+from rolecall.checkpoint import shardfile
 from rolecall.jobs.hybrid import HybridSettings
 from rolecall.jobs.ps import PsSettings
 
@@ -128,13 +128,12 @@ class Measured:
 def disk_bytes_per_s(size: int, on: Callable[[str], None]) -> float:
     """Writes `size` bytes to a new file as a checkpoint is written, but without a hash, and waits for the disk."""
     with tempfile.TemporaryDirectory(prefix="bench-disk-") as directory:
-        writer, block = Writer(Path(directory, "file")), torch.randint(256, (2**22,), dtype=torch.uint8)
-        writer.hashed = False
+        blocks, block = max(1, size // 2**22), torch.randint(256, (2**22,), dtype=torch.uint8)
         begun = time.perf_counter()
-        for _ in range(max(1, size // len(block))):
-            writer.write(block)
-        writer.close()
-        return writer.length / (time.perf_counter() - begun)
+        for number in range(blocks):
+            shardfile.write_piece(Path(directory, "file"), number * len(block), block)
+        shardfile.sync(Path(directory), ["file"])
+        return blocks * len(block) / (time.perf_counter() - begun)
 
 
 class Memory:

@@ -15,7 +15,7 @@ import torch
 
 from rolecall import config
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.actor import Actor, Memory, Recorder
+from rolecall.jobs.rl.actor import Actor, RecurrentState, TrajectoryBuilder
 from rolecall.jobs.rl.defaults import OnPolicy, choose
 from rolecall.jobs.rl.messages import Done, Trajectory
 from rolecall.jobs.rl.model import build
@@ -49,12 +49,12 @@ def _stepping(num_envs: int, seconds: float) -> float:
     settings = config.load(RlSettings)
     group = Envs(settings, num_envs, settings.seed)
     actor = Actor(build(settings, group.spaces), CPU)
-    memory = actor.remember(num_envs)
+    state = actor.initial_state(num_envs)
     for _ in range(100):
-        group.step(actor.act(group.observations, group.dones, [memory]).actions)
+        group.step(actor.act(group.observations, group.dones, [state]).actions)
     started, steps = time.perf_counter(), 0
     while (passed := time.perf_counter() - started) < seconds:
-        group.step(actor.act(group.observations, group.dones, [memory]).actions)
+        group.step(actor.act(group.observations, group.dones, [state]).actions)
         group.take_episodes()
         # a step that only resets is no experience
         steps += int(np.count_nonzero(group.dones == Done.CONTINUES))
@@ -70,24 +70,24 @@ def _learning(num_envs: int, groups: int, steps: int, seconds: float) -> float:
     model = build(settings, envs[0].spaces, choices)
     learner = Ppo(model, settings, choices, CPU, len(os.sched_getaffinity(0)))
     actor = Actor(learner.model, CPU)
-    memories = [actor.remember(num_envs) for _ in envs]
+    states = [actor.initial_state(num_envs) for _ in envs]
     started, samples = time.perf_counter(), 0
     while (passed := time.perf_counter() - started) < seconds:
         trajectories = [
-            _rollout(group, actor, memory, learner.version, steps) for group, memory in zip(envs, memories, strict=True)
+            _rollout(group, actor, state, learner.version, steps) for group, state in zip(envs, states, strict=True)
         ]
         learner.update(trajectories)
         samples += sum(trajectory.samples for trajectory in trajectories)
     return samples / passed
 
 
-def _rollout(group: Envs, actor: Actor, memory: Memory, version: int, steps: int) -> Trajectory:
-    recorder = Recorder(version, memory)
-    recorder.see(group.observations, group.rewards, group.dones)
+def _rollout(group: Envs, actor: Actor, state: RecurrentState, version: int, steps: int) -> Trajectory:
+    builder = TrajectoryBuilder(version, state)
+    builder.see(group.observations, group.rewards, group.dones)
     for _ in range(steps):
-        choice = actor.act(group.observations, group.dones, [memory])
-        recorder.choose(*choice)
+        choice = actor.act(group.observations, group.dones, [state])
+        builder.choose(*choice)
         group.step(choice.actions)
-        recorder.see(group.observations, group.rewards, group.dones)
+        builder.see(group.observations, group.rewards, group.dones)
     group.take_episodes()
-    return recorder.trajectory()
+    return builder.trajectory()

@@ -20,8 +20,8 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare.describe import Description
 from rolecall.gang.protocol import RoleSpec
-from rolecall.launch.here import free_ports
 from rolecall.rank.coordinator import Coordinator
+from tests.ports import free_ports
 
 FIRST = "first"
 FIXED = 2  # members of the role that is not elastic

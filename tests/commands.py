@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,3 +16,12 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """The exit code and the outputs of `command`. Raises TimeoutExpired after `timeout` seconds."""
     return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True, check=False)
+
+
+def stand_in(folder: Path, *names: str, script: str) -> dict[str, str]:
+    """Makes programs called `names` in `folder`. Returns the environment in which they come before the machine's."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}

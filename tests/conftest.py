@@ -21,6 +21,12 @@ from tests.context import contexts
 from tests.context.contexts import Clock, Supervisor
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite", action="store_true", help="write tests/gang/*.txt and contracts/snapshots instead of checking them"
+    )
+
+
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """A command that is called in this process logs to streams that end with its test."""

@@ -25,7 +25,8 @@ def free_ports(count: int) -> list[int]:
         port = _share[0]
         _share.rotate(-1)
         with contextlib.suppress(UsageError):
-            here.free_ports(2, [port, port + 1])
+            for held in here.reserve(2, [port, port + 1]):
+                held.close()
             found.append(port)
         if len(found) == count:
             return found

@@ -52,7 +52,7 @@ class _Adder:
 
 def _call_itself(directory: str) -> int:
     from rolecall.context.context import Context
-    from rolecall.torch_rpc.connect import connect  # torch, in a process of its own: a process connects once
+    from rolecall.torch_rpc.distributed import connect  # torch, in a process of its own: a process connects once
 
     (port,) = free_ports(1)
     me = Peer("agent", 0, 0)

@@ -1,7 +1,6 @@
-"""Records a training run in which ranks are killed, and draws it as docs/demo.svg: `python -m tools.demo [RECORDING]`.
+"""Records a training run in which ranks are killed, and draws it as docs/demo.svg: `python -m tools.demo`.
 
-The run is real: ranks are processes of this machine, and SIGKILL ends them. RECORDING is a JSON file, which is written,
-or drawn again where it exists already.
+The run is real: ranks are processes of this machine, and SIGKILL ends them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -243,13 +242,7 @@ def deduplicated(keys: list[tuple[float, str]]) -> list[tuple[float, str]]:
 
 
 def main() -> None:
-    file = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    if file and file.exists():
-        recording = Recording(**json.loads(file.read_text()))
-    else:
-        recording = record()
-        if file:
-            file.write_text(json.dumps(asdict(recording)))
+    recording = record()
     PICTURE.write_text(draw(recording))
     print(f"{PICTURE}: {PICTURE.stat().st_size} bytes, {recording.curve[-1][0]} s, killed: {recording.kills}")
 

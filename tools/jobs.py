@@ -75,15 +75,17 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
-def render(folder: str) -> list[Object]:
-    """The objects of a folder of k8s/."""
+def render(directory: Path) -> list[Object]:
+    """The objects of the kustomization in `directory`. Raises SystemExit with what kubectl says of a wrong one."""
     program = shutil.which("kubectl") or str(ROOT / "build" / "kubectl")
     if not Path(program).exists():
         raise SystemExit("there is no kubectl: run `make kubectl`")
     done = subprocess.run(
-        [program, "kustomize", str(K8S / folder)], capture_output=True, text=True, timeout=60, check=True,
+        [program, "kustomize", str(directory)], capture_output=True, text=True, timeout=60, check=False,
         env={**os.environ, "GOGC": "off"},  # it ends before a collection pays
     )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(done.stderr)
     return list(yaml.load_all(done.stdout, FAST_LOADER))
 
 
@@ -91,7 +93,7 @@ def generate() -> dict[Path, str]:
     """Every generated file, with its text."""
     files: dict[Path, str] = {}
     for folder in FOLDERS:
-        objects = render(folder)
+        objects = render(K8S / folder)
         for kind in KINDS:
             target = K8S / f"{folder}-{kind}"
             files |= {target / name: text for name, text in written(folder, kind, objects).items()}

@@ -1,11 +1,12 @@
 """Trains `rl` here, kills ranks meanwhile, and takes a picture of rank 0's page: `python -m tools.page_picture [FILE]`.
 
-FILE is docs/page.png by default. It needs a Chromium of the system's.
+FILE is docs/page.png by default, which notes the page.html that drew it. It needs a Chromium of the system's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import subprocess
@@ -17,12 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from playwright.sync_api import Page, sync_playwright
 
 from tools.ranks import kill, urls_of
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "page.png"
+PAGE = PICTURE.parents[1] / "app" / "rolecall" / "observe" / "page" / "page.html"
 COMMAND = (
     "rolecall run rl --plain --observers 4 --num-envs 8 --rollout-steps 128 --checkpoint-interval 1 --rejoin-interval 2"
 )
@@ -31,6 +33,11 @@ KILLS = ((60.0, "observer_1", False), (150.0, "agent_0", False), (260.0, "observ
 SHOWN = 340.0  # the score at which the picture is taken
 DEADLINE = 240.0  # seconds
 WIDTH = 1200  # pixels
+
+
+def digest() -> str:
+    """Of the page that draws what the picture shows."""
+    return hashlib.sha256(PAGE.read_bytes()).hexdigest()
 
 
 def state_of(url: str) -> dict[str, Any]:
@@ -74,8 +81,10 @@ def photograph(page: Page, url: str, file: Path) -> None:
     page.goto(url)
     page.wait_for_function("state.links.some((link) => link.calls > 0)")
     page.screenshot(path=file, full_page=True)
+    note = PngImagePlugin.PngInfo()
+    note.add_text("page", digest())
     with Image.open(file) as picture:
-        picture.convert("RGB").save(file, optimize=True)
+        picture.convert("RGB").save(file, optimize=True, pnginfo=note)
 
 
 def main(arguments: list[str]) -> int:

@@ -39,13 +39,13 @@ NAMES = {
     ),
 }  # fmt: skip
 TABLES = {"Settings": "settings.md"}  # classes whose fields are in a table already
-OPTIONS = {"Settings": {"members": False}, "Context": {"merge_init_into_class": False}}  # Rolecall makes the context
-# attributes of each context
-CALLS = """### The calls of a context
-
-::: rolecall.context.calls.Calls
-    options: {show_root_heading: false, heading_level: 4, members: [call, call_each, call_all, call_any, options]}
-"""
+# Rolecall makes the context; what only it calls is left out
+CONTEXT = {
+    "merge_init_into_class": False,
+    "inherited_members": True,
+    "filters": ["!^_", "!^serve$", "!^require_saver$"],
+}
+OPTIONS = {"Settings": {"members": False}, "Context": CONTEXT}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -92,8 +92,6 @@ def api() -> str:
         parts.append(f"## {title}\n")
         for name in names:
             parts.append(f"::: rolecall.{name}\n    options: {json.dumps(OPTIONS.get(name, {}))}\n")
-            if name == "Context":
-                parts.append(CALLS)
             if name in TABLES:
                 parts.append(f"Its fields: [{TABLES[name].removesuffix('.md')}]({TABLES[name]}).\n")
     return "\n".join(parts)

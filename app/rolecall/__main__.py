@@ -154,14 +154,11 @@ def argument_parser() -> argparse.ArgumentParser:
     watch.add_argument("--once", action="store_true", help="display the ranks once, and end")
     watch.add_argument("--timeout", type=_seconds, default=30.0, help="seconds without an answer to end after (30)")
     watch.set_defaults(handler=_watch)
-    show = commands.add_parser("config", help="list the variables")
-    show.add_argument("job", nargs="?", metavar="JOB", help=TARGET)
-    show.add_argument("--markdown", action="store_true", help="as a Markdown table")
-    show.set_defaults(handler=_config)
-    metrics = commands.add_parser("metrics", help="list the metrics")
-    metrics.add_argument("job", nargs="?", metavar="JOB", help=TARGET)
-    metrics.add_argument("--markdown", action="store_true", help="as a Markdown table")
-    metrics.set_defaults(handler=_metrics)
+    for name, listed, handler in (("config", "variables", _config), ("metrics", "metrics", _metrics)):
+        lists = commands.add_parser(name, help=f"list the {listed}")
+        lists.add_argument("job", nargs="?", metavar="JOB", help=TARGET)
+        lists.add_argument("--markdown", action="store_true", help="as a Markdown table")
+        lists.set_defaults(handler=handler)
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.summary)  # whose arguments are not parsed here
     resume = commands.add_parser("resume", help="let a job that has failed for good train on at its next start")
@@ -315,16 +312,9 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _metrics(arguments: argparse.Namespace) -> int:
-    _print(
-        ("metric", "kind", "labels", "where", "meaning"),
-        telemetry.catalogue(_job_metrics(arguments.job)),
-        arguments.markdown,
-    )
+    of_job = registry.get(arguments.job).metrics if arguments.job else ()
+    _print(("metric", "kind", "labels", "where", "meaning"), telemetry.catalogue(of_job), arguments.markdown)
     return 0
-
-
-def _job_metrics(name: str | None) -> Sequence[telemetry.Metric]:
-    return registry.get(name).metrics if name else ()
 
 
 def _jobs(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from rolecall.secret import read_token, require_length
 
 __version__ = "1.0.0rc1"
 
-DESCRIPTION = "ROLECALL_DESCRIPTION"
+DESCRIPTION = "ROLECALL_DESCRIPTION"  # of a user's job, which `rolecall run` passes to its ranks
 SOURCES = "ROLECALL_SOURCES"  # a file: see declare/sources.py
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
@@ -96,11 +96,6 @@ class Settings(BaseSettings):
         description="resume from the newest checkpoint; 0: move an earlier run's checkpoints aside and start a new run",
     )
     checkpoint_interval: Seconds = Field(30.0, description="seconds between checkpoints")
-    checkpoint_shards: Literal["auto", "direct", "stream"] = Field(
-        "auto",
-        description="who writes shards: direct: each rank its own, to its CHECKPOINT_DIR; stream: rank 0, from what "
-        "the others send; auto: direct for ranks that see rank 0's directory, stream for the others",
-    )
     checkpoint_keep: int = Field(3, ge=1, le=1000, description="number of checkpoints to keep")
     on_finish: Literal["exit", "linger"] = Field(
         "exit", description="after the job: exit, or stay up and serve metrics (for pods that are always restarted)"
@@ -307,12 +302,7 @@ def port_advice(variable: str) -> str:
 
 def outside_step() -> str:
     """The number of the Slurm job of this process, if srun has not started it; empty otherwise."""
-    return placement.outside_step(os.environ)
-
-
-def names_debugger() -> bool:
-    """Whether the environment says what `breakpoint()` calls."""
-    return bool(os.environ.get("PYTHONBREAKPOINT"))
+    return "" if "SLURM_STEP_ID" in os.environ else os.environ.get("SLURM_JOB_ID", "")
 
 
 def misspelt(settings: Iterable[str], environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
@@ -331,11 +321,6 @@ def misspelt(settings: Iterable[str], environ: Mapping[str, str] | None = None) 
 def job_name() -> str:
     """JOB, which decides which settings exist."""
     return os.environ.get("JOB", "")
-
-
-def passed_description() -> str:
-    """The description of a user's job that `rolecall run` passes to its ranks; empty in other processes."""
-    return os.environ.get(DESCRIPTION, "")
 
 
 def visible_gpus() -> str | None:

@@ -74,11 +74,6 @@ def find(environ: Mapping[str, str]) -> Placement | None:
     return None
 
 
-def outside_step(environ: Mapping[str, str]) -> str:
-    """The number of the Slurm job of a process that srun has not started; empty if there is none."""
-    return "" if "SLURM_STEP_ID" in environ else environ.get("SLURM_JOB_ID", "")
-
-
 def _of_torchrun(environ: Mapping[str, str]) -> Placement:
     return Placement(
         number=_integer(environ, "RANK"),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import prometheus_client
 import structlog
@@ -27,6 +27,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from rolecall import config
 from rolecall.config import __version__
+from rolecall.gang.protocol import Cause, GangState, WorkerState
 
 PREFIX = "rolecall_"
 LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
@@ -34,25 +35,18 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 DURATION = (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 60.0)
 JOIN_DURATION = (0.2, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)  # a model may load for minutes
-CAUSES = (
-    "killed",
-    "crashed",
-    "failed",
-    "stuck",
-    "silent",
-    "restarted",
-    "unreachable",
-    "replaced",
-    "lost",
-    "left",
-    "drained",
-    "stopped",
-    "refused",
-)
+
+
+def _values(kind: Any) -> set[Any]:
+    """The values of a Literal, or of several."""
+    return {value for each in get_args(kind) for value in (_values(each) or {each})}
+
+
+CAUSES = tuple(sorted(_values(Cause) - {"", "finished"}))
 WORKER_CAUSES = ("killed", "crashed", "failed", "stuck", "silent", "lost", "refused")  # by which a worker may end early
-WORKER_STATES = ("none", "loading", "ready", "joining", "running", "draining", "leaving", "ended")
+WORKER_STATES = get_args(WorkerState)
 PHASES = ("none", "checking", "loading", "restoring", "compiling", "evaluating", "saving")
-GANG_STATES = ("gathering", "running", "draining", "stopping", "finished", "failed")
+GANG_STATES = get_args(GangState)
 
 
 @dataclass(frozen=True)
@@ -265,7 +259,7 @@ def one_hot(gauge: Any, states: Iterable[str], state: str) -> None:
         gauge.labels(name).set(name == state)
 
 
-def begin(counter: Any, values: Iterable[str]) -> None:
+def init_labels(counter: Any, values: Iterable[str]) -> None:
     """Starts a counter with one label at 0 for each of `values`: one that first appears as 1 shows no increase."""
     for value in values:
         counter.labels(value)

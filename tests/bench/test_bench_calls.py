@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -54,22 +51,3 @@ def test_without_namespaces_what_needs_them_is_left_out(monkeypatch: pytest.Monk
     assert "not root" in found.left_out["grpc"] or "not installed" in found.left_out["grpc"]
     assert "not root" in found.left_out["ours_tls"]
     assert "not installed" in found.left_out["ray"]
-
-
-def later(payload: Any) -> Callable[[], Any]:
-    def answer() -> Any:
-        time.sleep(0.001)
-        return payload
-
-    return answer
-
-
-@pytest.mark.parametrize(("figure", "least", "most"), [("rtt_64", 1000, 20_000), ("callers", 400, 8000)])
-def test_the_work(figure: str, least: float, most: float) -> None:
-    value = calls_work.measure(figure, later, 0.2, lambda array: array)
-    assert least <= value <= most
-
-
-def test_the_work_of_large_payloads_and_of_many_calls() -> None:
-    assert calls_work.measure("bulk", lambda payload: lambda: payload.copy(), 0.05, np.asarray) > 0
-    assert calls_work.in_flight(lambda payload: lambda: payload, 0.3) > 0

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import psutil
 import pytest
-from rich.console import Console
 
 from bench import bench_peers, bench_rl_quality, split
-from bench.peers import ours, process, report, zoo
+from bench.peers import process, report, zoo
 from bench.peers.process import Run, Snapshot
 from bench.peers.store import Store
 
@@ -62,16 +58,6 @@ def program(*statements: str) -> list[str]:
     return [sys.executable, "-c", "; ".join(("import json, os, subprocess, sys, time", *statements))]
 
 
-def say(**values: Any) -> str:
-    return f"print({json.dumps(json.dumps(values))}, flush=True)"
-
-
-def test_what_a_program_prints_besides_is_left_out() -> None:
-    words = program("print('a warning')", "print(7)", say(event="end", steps=1))
-    with process.lines(words, 30.0, {}) as events:
-        assert [event["event"] for event in events] == ["end", "gone"]
-
-
 def test_a_program_that_fails_says_why() -> None:
     with (
         process.lines(program("sys.exit('no such environment')"), 30.0, {}) as events,
@@ -84,43 +70,14 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-SLEEPER = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
+SLEEPER = "[sys.executable, '-c', 'import time; time.sleep(600)']"
 PIDS = "print(json.dumps({'pids': [os.getpid(), child.pid]}), flush=True)"
 
 
-class Late(threading.Timer):
-    """Goes off when it is told to."""
-
-    fire = threading.Event()
-
-    def run(self) -> None:
-        if self.fire.wait(60.0):
-            self.function(*self.args, **self.kwargs)
-
-    def cancel(self) -> None:
-        self.fire.set()
-
-
-def test_a_program_that_is_late_is_ended_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.threading, "Timer", Late)
-    with process.lines(program(SLEEPER, PIDS, "time.sleep(600)"), 5.0, {}) as events:
-        pids = next(events)["pids"]
-        Late.fire.set()
-        with pytest.raises(TimeoutError, match="not done within 5 s"):
-            list(events)
-    assert all(gone(pid) for pid in pids)
-
-
-def test_what_a_program_leaves_in_the_background_does_not_hold_it_up() -> None:
-    with process.lines(program(SLEEPER, PIDS, say(event="end")), 60.0, {}) as events:
-        first, *rest = events
-    assert [event["event"] for event in rest] == ["end", "gone"]
-    assert all(gone(pid) for pid in first["pids"])
-
-
-def test_a_process_that_hides_its_environment_is_ended_too() -> None:
-    hidden = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], env={})"
-    with process.lines(program(hidden, PIDS, "time.sleep(600)"), 60.0, {}) as events:
+@pytest.mark.parametrize("hides", ["start_new_session=True", "env={}"])
+def test_a_program_is_ended_with_all_that_it_started(hides: str) -> None:
+    child = f"child = subprocess.Popen({SLEEPER}, {hides})"
+    with process.lines(program(child, PIDS, "time.sleep(600)"), 60.0, {}) as events:
         pids = next(events)["pids"]
     assert all(gone(pid) for pid in pids)
 
@@ -186,30 +143,12 @@ def test_evaluations_take_no_seconds_of_the_training(monkeypatch: pytest.MonkeyP
     assert lines.look(2)  # the seconds are over
 
 
-def test_evaluations_of_a_long_training_are_further_apart() -> None:
-    assert report.due(1.25, 1.0, 0.25)
-    assert not report.due(1.2, 1.0, 0.25)
-    assert not report.due(100.0, 99.0, 0.25)
-    assert report.due(101.1, 99.0, 0.25)
-
-
-def test_fresh_episodes_are_played_to_their_ends() -> None:
-    returns = report.play(lambda: gymnasium.make("CartPole-v1"), lambda observations: [0] * len(observations), 3, 1)
-    assert len(returns) == 3
-    assert all(5 < each < 15 for each in returns)  # it falls
-
-
 def test_the_masked_environment_hides_the_velocities() -> None:
     masked, whole = gymnasium.make(zoo.MASKED), gymnasium.make("CartPole-v1")
     shown, everything = masked.reset(seed=3)[0], whole.reset(seed=3)[0]
     assert list(shown) == [everything[0], everything[2]]
     assert masked.observation_space.contains(shown)
     assert (masked.spec.reward_threshold, masked.spec.max_episode_steps) == (475.0, 500)  # type: ignore[union-attr]
-
-
-def test_an_episode_on_the_cliff_ends() -> None:
-    returns = report.play(lambda: gymnasium.make(zoo.CLIFF), lambda observations: [3] * len(observations), 1, 1)
-    assert returns == [-200.0]  # to the left, against the wall
 
 
 def test_every_row_has_published_settings() -> None:
@@ -274,12 +213,6 @@ def test_a_run_that_ended_early_is_no_result() -> None:
     assert bench_rl_quality.whole(Run(row.steps), row).steps == row.steps
 
 
-def test_a_failure_is_one_line() -> None:
-    store = Store("peers")
-    assert store.fail("a", RuntimeError("exit code 1:\nTraceback\nValueError: no")) == "exit code 1:: ValueError: no"
-    assert store.fail("a", TimeoutError()) == "TimeoutError"
-
-
 # ---- the bars
 
 
@@ -332,26 +265,6 @@ def test_updates_of_off_policy_algorithms_are_compared(task: str) -> None:
 def test_what_is_not_measured_is_no_pass() -> None:
     assert [met for *_, met in peers({"sb3": [solved(3.0, 100)]}, "CartPole-v1").bars()] == [False] * 3
     assert peers({"observer": [solved(3.0, 100)]}, "CartPole-v1").bars() == []  # nothing to compare with
-
-
-def test_a_peer_that_fails_is_left_out_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "missing", lambda who: "rllib is not installed" if who == "rllib" else None)
-    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 0.0)
-
-    def train(task: Any, who: str, seed: int, on: Any) -> Run:
-        if who == "appo":
-            raise TimeoutError("not done within 900 s")
-        return solved(1.0, 10)
-
-    monkeypatch.setattr(bench_peers, "train", train)
-    console = Console(width=200, record=True)
-    measured = bench_peers.measure(["CartPole-v1"], [1], list(bench_peers.NAMES), console)
-    assert set(measured.store.runs) == {f"{who}/CartPole-v1/1" for who in ("observer", "agent", "sb3")}
-    assert measured.store.failures == {"appo/CartPole-v1/1": "not done within 900 s"}
-    said = console.export_text()
-    assert "left out: rllib is not installed" in said
-    assert "Sample Factory, CartPole-v1, seed 1: FAILED: not done within 900 s" in said
-    assert len(bench_peers.tables(measured)) == 2
 
 
 Pairs = dict[str, tuple[list[float], list[float]]]  # both sides' scores of each row
@@ -432,19 +345,6 @@ def arguments(**values: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**given, **values})
 
 
-def test_the_options_choose_rows_and_seeds() -> None:
-    chosen = bench_rl_quality.choose(arguments(environments="Boxing,masked", seeds="1-2,7", steps=5), quick=False)
-    assert [(name, row.steps) for name, row in chosen.rows.items()] == [("Boxing", 5), ("masked", 5)]
-    assert chosen.seeds == [1, 2, 7]
-    assert bench_rl_quality.choose(arguments(), quick=False).seeds == list(range(1, 11))
-    alone = bench_rl_quality.choose(arguments(sides=["sb3"]), quick=False)
-    assert bench_rl_quality.Measured(alone, Store("rl-quality")).bars() == []  # nothing of Rolecall's is missing
-    with pytest.raises(ValueError, match="--environments: Pung is none of"):
-        bench_rl_quality.choose(arguments(environments="Pung"), quick=False)
-    with pytest.raises(ValueError, match="--set: NAME=VALUE"):
-        bench_rl_quality.choose(arguments(set=["LR"]), quick=False)
-
-
 def test_settings_are_tried_on_tuned_environments_alone() -> None:
     tuned = bench_rl_quality.choose(arguments(environments="tuned", set=["LR=1"]), quick=False)
     assert tuned.rows == split.TUNED
@@ -453,76 +353,3 @@ def test_settings_are_tried_on_tuned_environments_alone() -> None:
             bench_rl_quality.choose(arguments(environments=names, set=["LR=1"]), quick=False)
     theirs = bench_rl_quality.choose(arguments(environments="held-out", sides=["sb3"], set=["LR=1"]), quick=False)
     assert theirs.rows == split.HELD_OUT
-
-
-def test_the_table_says_what_is_held_out() -> None:
-    both = bench_rl_quality.Measured(bench_rl_quality.choose(arguments(), quick=False), Store("rl-quality"))
-    titles = [str(table.title) for table in bench_rl_quality.tables(both)]
-    assert [title.split(":")[0].split(".")[0] for title in titles] == ["Tuned on", "Held out"]
-    assert "evaluated once for each proposed change of defaults" in titles[1]
-
-
-def test_an_interruption_ends_the_programs_of_every_thread() -> None:
-    under_way, left = threading.Barrier(3, timeout=30.0), list[int]()
-
-    def work(part: int) -> None:
-        if part == 2:
-            under_way.wait()
-            raise KeyboardInterrupt  # as the main thread's
-        with process.lines(program(SLEEPER, PIDS, "time.sleep(600)"), 60.0, {}) as events:
-            left.extend(next(events)["pids"])
-            under_way.wait()
-            list(events)
-
-    with pytest.raises(KeyboardInterrupt):
-        bench_rl_quality.together([0, 1, 2, 3], work, 3, threading.Event())
-    assert len(left) == 4  # of two programs; the fourth part never began
-    assert all(gone(pid) for pid in left)
-
-
-class Ended:
-    """A run of Rolecall's that has ended."""
-
-    directory = Path("somewhere")
-
-    def __init__(self, done: dict[str, Any] | None) -> None:
-        self._done = done
-
-    def events(self) -> list[dict[str, Any]]:
-        return [{"event": "training"}]
-
-    def done(self) -> dict[str, Any]:
-        if self._done is None:
-            raise RuntimeError("not DONE")
-        return self._done
-
-
-def rolecall(monkeypatch: pytest.MonkeyPatch, done: dict[str, Any] | None, deadline: float) -> Run:
-    given: dict[str, Any] = {}
-
-    @contextlib.contextmanager
-    def run(job: str, deadline: float, variables: dict[str, Any]) -> Iterator[Ended]:
-        given.update(variables)
-        yield Ended(done)
-
-    monkeypatch.setattr("bench.launch.run", run)
-    monkeypatch.setattr(ours, "_snapshots", lambda *_: [Snapshot(60, 2.0, 20.0)])
-    trained = ours.train(deadline, lambda news: None, 15.0, 0, SEED=4)
-    assert (given["SEED"], given["CHECKPOINT_INTERVAL"]) == (4, 0.25)
-    return trained
-
-
-def test_rolecalls_checkpoints_say_when_it_was_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = rolecall(monkeypatch, {"env_steps": 90, "seconds": 3.0}, 60.0)
-    assert (run.steps, run.seconds, run.reached(15.0)) == (90, 3.0, Snapshot(60, 2.0, 20.0))
-    assert run.wall is not None
-
-
-def test_what_rolecall_reached_before_its_deadline_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = rolecall(monkeypatch, None, 0.0)
-    assert (run.steps, run.wall, run.reached(15.0)) == (60, None, Snapshot(60, 2.0, 20.0))
-
-
-def test_a_run_of_rolecalls_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="not DONE"):
-        rolecall(monkeypatch, None, 60.0)

@@ -136,3 +136,16 @@ def test_changes_from_another_thread_are_never_seen() -> None:
     thread.join(60)
     assert not torch.cat(blocks).any()
     assert weight.any()
+
+
+def test_a_capture_leaves_alone_what_does_not_change() -> None:
+    """It has other rows than the columns beside it."""
+    rows, cells = torch.arange(40), torch.arange(1000)
+    taken = small({"rows": Rows((rows,), 40), "cells": Rows((cells,), 1000, frozen=True)})
+    taken.before_rows(torch.tensor([39, 0]))
+    rows[[39, 0]] = -1
+    read = taken.read()
+    first = [next(read) for _ in range(6)]  # all of one column, and the beginning of the other
+    taken.before_rows(torch.tensor([39]))
+    whole = torch.cat([*first, *read]).view(torch.int64)
+    assert torch.equal(whole, torch.cat([torch.arange(40), cells]))

@@ -333,8 +333,8 @@ def test_a_damaged_checkpoint_with_a_right_checksum_is_read_or_refused(data: st.
 
 
 BODY = forged.packed({"state": {"a": torch.ones(3, 2), "n": [5, 2.5, "x"]}, "about": {"settings": {"seed": 1}}})
-KINDS = ["start", "score", "low", "high", "loss", "done", "goal", "end", "lost", "event", "earlier", "x"]
-NAMES = ["generation", "step", "seconds", "time", "after", "value", "cause", "reason", "what"]
+KINDS = ["start", "point", "score", "low", "goal", "end", "lost", "stall", "event", "x"]
+NAMES = ["name", "generation", "step", "seconds", "time", "after", "value", "cause", "reason", "what"]
 NAMES += ["generations", "began", "ends", "lost"]
 PARTS = ["job", "state", "reason", "generations", "world", "curve", "settings", "throughput"]
 PARTS += ["version", "training_seconds"]

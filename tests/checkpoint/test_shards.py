@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import ANY, MagicMock
 
 import pytest
 import safetensors
@@ -22,8 +22,8 @@ from torch import Tensor
 from rolecall import Context, Job, Peer, Role, Rows, Settings, Sharded, Share, UsageError, telemetry
 from rolecall.checkpoint import capture, checkpoint, shards
 from rolecall.checkpoint.checkpoint import Checkpoints
-from rolecall.checkpoint.shard_messages import Order
-from rolecall.checkpoint.shards import Shares
+from rolecall.checkpoint.shardfile import ShardError
+from rolecall.checkpoint.shards import Order, Problem, Shares, Written
 from rolecall.declare.remote import find, remote
 from rolecall.declare.task import Attachment
 from rolecall.errors import Drained, PeerLostError, RemoteError
@@ -50,10 +50,12 @@ class Calls:
         assert method is not None
         assert request.internal
         answer: Future[Any] = Future()
-        if request.method == self.raises:
-            answer.set_exception(RemoteError(f"{to} raised OverflowError: too many rows"))
-        else:
+        try:
+            if request.method == self.raises:
+                raise OverflowError("too many rows")
             answer.set_result(method(*request.args))
+        except Exception as error:
+            answer.set_exception(RemoteError(f"{to} raised {type(error).__name__}: {error}"))
         return answer
 
 
@@ -67,8 +69,8 @@ class Gang:
         spread: bool = False,
         generation: int = 1,
         folders: bool = False,
-        mode: str = "auto",
     ) -> None:
+        """With `folders`, members have directories of their own, and do not see that of rank 0."""
         members = (Peer("lead", 0, 0), *(Peer("ps", n, n + 1) for n in range(servers)))
         self.calls, self.weights, self.shares = Calls(), [], []
         self.state: dict[str, Any] = {}
@@ -76,7 +78,7 @@ class Gang:
         for me in members:
             folder = directory / me.name if folders and me.rank else directory
             context = Context(
-                Settings(checkpoint_dir=folder, checkpoint_shards=mode),
+                Settings(checkpoint_dir=folder),
                 Attachment(generation, me, members),
                 telemetry.build(telemetry.WORKER, CollectorRegistry()),
                 JOB,
@@ -84,7 +86,7 @@ class Gang:
                 if me.rank
                 else Checkpoints(folder, "pi", generation, fence=lambda: rundir.read_generation(directory).number),
             )
-            context.transport = self.calls
+            context.group.use(self.calls)
             self.calls.of[me.name] = context.shares
             if me.rank == 0:
                 self.context, self.model = context, Sharded(context, "model", "ps")
@@ -120,7 +122,7 @@ class Gang:
     def save(self, step: int, wait: bool = True) -> None:
         self.context.save(step, {**self.state, "model": self.model, "step": step})
         if wait:
-            self.context.training.require_saver().wait(60)
+            self.context.require_saver().wait(60)
 
 
 def failures(gang: Gang) -> float:
@@ -131,37 +133,26 @@ def files(directory: Path) -> list[Path]:
     return sorted((directory / rundir.SHARDS).glob("*/*"))
 
 
-@pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
+@pytest.mark.parametrize("folders", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1), (1, 3)])
 @pytest.mark.parametrize("spread", [False, True])
-def test_read_back_by_any_number_of_members(tmp_path: Path, mode: str, before: int, after: int, spread: bool) -> None:
-    gang = Gang(tmp_path, before, spread, mode=mode)
+def test_read_back_by_any_number_of_members(
+    tmp_path: Path, folders: bool, before: int, after: int, spread: bool
+) -> None:
+    gang = Gang(tmp_path, before, spread, folders=folders)
     assert gang.restore()["step"] == 0
     gang.fill(1)
     saved = gang.whole
     gang.save(7)
-    resumed = Gang(tmp_path, after, spread, generation=2, mode=mode)
+    assert len(files(tmp_path)) == before
+    assert not (tmp_path / "ps_0").exists()
+    resumed = Gang(tmp_path, after, spread, generation=2, folders=folders)
     assert resumed.restore()["step"] == 7
     assert resumed.model.restored
     assert torch.equal(resumed.whole, saved)
     whole = Checkpoints(tmp_path, "pi").newest()
     assert whole is not None
     assert torch.equal(whole.state["model"]["weight"], saved)
-
-
-@pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3)])
-def test_members_with_directories_of_their_own(tmp_path: Path, mode: str, before: int, after: int) -> None:
-    gang = Gang(tmp_path, before, folders=True, mode=mode)
-    gang.restore()
-    gang.fill(1)
-    saved = gang.whole
-    gang.save(7)
-    assert len(files(tmp_path)) == (0 if mode == "direct" else before), "who writes"
-    assert len(files(tmp_path / "ps_0")) == (1 if mode == "direct" else 0)
-    resumed = Gang(tmp_path, after, generation=2, folders=True, mode=mode)
-    assert resumed.restore()["step"] == 7
-    assert torch.equal(resumed.whole, saved)
 
 
 def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
@@ -171,7 +162,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
     saved = gang.whole
     gang.save(7, wait=False)
     gang.fill(2)
-    assert gang.context.training.require_saver().wait(60)
+    assert gang.context.require_saver().wait(60)
     gang.context.save(8, {"model": gang.model, "step": 8}, drain=False)
     gang.context.finish(step=9)
     steps = [checkpoint.read(path, "pi").step for path in checkpoint.newest_first(tmp_path)]
@@ -181,15 +172,15 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
 
 
 def test_none_is_due_while_one_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang, go, original = Gang(tmp_path, 1), threading.Event(), Shares.next_item
+    gang, go, original = Gang(tmp_path, 1), threading.Event(), Shares.written
 
     @remote
-    def next_item(*args: Any) -> Any:
+    def written(*args: Any) -> Any:
         assert go.wait(60)
         return original(*args)
 
-    monkeypatch.setattr(Shares, "next_item", next_item)
-    saver = gang.context.training.require_saver()
+    monkeypatch.setattr(Shares, "written", written)
+    saver = gang.context.require_saver()
     gang.save(7, wait=False)
     assert not saver.due(0.0)
     go.set()
@@ -369,7 +360,7 @@ def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(tmp_path: Pa
     gang.save(7)
     gang.model.begin(8)  # and no manifest
     for share in gang.shares:
-        while share.next("checkpoint-000001-0000000008") is None:
+        while not isinstance(share.written("checkpoint-000001-0000000008"), Written):
             pass
     assert len(files(tmp_path)) == 4
     resumed = Gang(tmp_path, 2, generation=2)
@@ -382,14 +373,12 @@ def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(tmp_path: Pa
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    gang = Gang(tmp_path, 2, folders=True, mode="direct")
+    gang = Gang(tmp_path, 2)
     for step in range(1, 7):
         gang.save(step)
     kept = {path.stem for path in checkpoint.newest_first(tmp_path)}
     assert len(kept) == 3
-    for number in range(2):  # which deletes with the next order
-        assert kept <= {path.parent.name for path in files(tmp_path / f"ps_{number}")}
-        assert len(files(tmp_path / f"ps_{number}")) == 4
+    assert {path.parent.name for path in files(tmp_path)} == kept
 
 
 def test_a_member_that_is_lost_fails_the_checkpoint_only(tmp_path: Path) -> None:
@@ -402,9 +391,9 @@ def test_a_member_that_is_lost_fails_the_checkpoint_only(tmp_path: Path) -> None
     assert [path.stem for path in checkpoint.newest_first(tmp_path)] == ["checkpoint-000001-0000000007"]
 
 
-@pytest.mark.parametrize("method", ["changed", "begin", "next_item"])
+@pytest.mark.parametrize("method", ["changed", "begin", "written", "write_piece", "sync"])
 def test_a_share_that_raises_fails_the_checkpoint_only(tmp_path: Path, logged: list[EventDict], method: str) -> None:
-    gang = Gang(tmp_path, 2)
+    gang = Gang(tmp_path, 2, folders=True)
     gang.restore()
     gang.save(7)
     gang.calls.raises = method
@@ -423,16 +412,15 @@ def test_a_member_whose_disk_hangs_fails_the_checkpoint_after_a_while(
     gang = Gang(tmp_path, 2)
     monkeypatch.setattr(shards, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Share, "_run", lambda *_: None)
-    gang.context.settings = gang.context.settings.model_copy(update={"phase_timeout": 0.1})
+    gang.model.settings = gang.model.settings.model_copy(update={"phase_timeout": 0.1})
     gang.model.begin(8)
     collecting = ThreadPoolExecutor(1).submit(gang.model.collect, 8)
-    with pytest.raises(checkpoint.CheckpointError, match=r"nothing comes from ps_[01] for PHASE_TIMEOUT=0\.1 s"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"ps_0 has written nothing for PHASE_TIMEOUT=0\.1 s"):
         collecting.result(30)
 
 
-@pytest.mark.parametrize("mode", ["direct", "stream"])
-def test_a_directory_that_cannot_be_written(tmp_path: Path, mode: str) -> None:
-    gang = Gang(tmp_path, 2, mode=mode)
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 2)
     (tmp_path / rundir.SHARDS).write_text("in the way")
     gang.save(7)
     assert failures(gang) == 1
@@ -441,21 +429,24 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path, mode: str) -> None:
     assert [path.stem for path in checkpoint.newest_first(tmp_path)] == ["checkpoint-000001-0000000008"]
 
 
-def test_whole_tensors_are_taken_too_and_others_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(capture, "BLOCK_BYTES", 64)
-    for spread in (False, True):
-        gang, whole = Gang(tmp_path, 3, spread), torch.randn(TOTAL, 3)
-        gang.model.load_whole({"weight": whole})
-        assert torch.equal(gang.whole, whole)
-        with pytest.raises(UsageError, match=r"the checkpoint holds tensors .*41, 3.* CHECKPOINT_DIR"):
-            gang.model.load_whole({"weight": torch.randn(41, 3)})
+def test_peers_read_and_write_no_other_files(tmp_path: Path) -> None:
+    shares, stem = Shares(tmp_path / rundir.SHARDS), "checkpoint-000001-0000000001"
+    (tmp_path / rundir.GENERATION).write_text("mine")
+    for wrong in ("..", ".", "../..", ""):
+        with pytest.raises(ShardError, match="no checkpoint's name"):
+            shares.write_piece(wrong, rundir.GENERATION, 0, torch.zeros(4, dtype=torch.uint8))
+        with pytest.raises(ShardError, match="no checkpoint's name"):
+            shares.read_piece(wrong, rundir.GENERATION, 0, 4)
+    shares.write_piece(stem, f"../../{rundir.GENERATION}", 0, torch.zeros(4, dtype=torch.uint8))
+    assert (tmp_path / rundir.GENERATION).read_text() == "mine"
+    assert files(tmp_path) == [tmp_path / rundir.SHARDS / stem / rundir.GENERATION]
 
 
 def test_a_program_that_another_shape_has_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gang = Gang(tmp_path, 2)
     gang.save(7)
     monkeypatch.setattr("tests.checkpoint.test_shards.TOTAL", 44)
-    with pytest.raises(UsageError, match=r"^checkpoint-000001-0000000007: the checkpoint holds tensors .*40, 3"):
+    with pytest.raises(UsageError, match=r"^checkpoint-000001-0000000007: .* tensors .*40, 3.* CHECKPOINT_DIR"):
         Gang(tmp_path, 2, generation=2).restore()
 
 
@@ -476,16 +467,16 @@ def test_a_read_that_is_under_way_when_its_generation_ends_stops_before_the_next
     first.save(1)
     snapshot, (share,) = checkpoint.read(checkpoint.newest_first(tmp_path)[0], "pi"), Gang(tmp_path, 1).shares
     files, reads, goes_on = snapshot.shards["model"], threading.Event(), threading.Event()
-    reader = shards.shardfile.reader
+    read_piece = shards.shardfile.read_piece
 
-    def slow(path: Path) -> Any:
+    def slow(path: Path, place: int, length: int) -> Tensor:
         reads.set()
         assert goes_on.wait(60)
-        return reader(path)
+        return read_piece(path, place, length)
 
-    monkeypatch.setattr(shards.shardfile, "reader", slow)
+    monkeypatch.setattr(shards.shardfile, "read_piece", slow)
     with ThreadPoolExecutor(2) as pool:
-        old = pool.submit(share.load, snapshot.path.stem, files, {})
+        old = pool.submit(share.load, snapshot.path.stem, files)
         assert reads.wait(60)
         next_generation(share)
 
@@ -500,7 +491,7 @@ def test_a_read_that_is_under_way_when_its_generation_ends_stops_before_the_next
         assert problem is not None
         assert problem.text.endswith("the generation has ended")
         assert resets.result(60) == 0, "nothing was set"
-    assert share.load(snapshot.path.stem, files, {}) is None
+    assert share.load(snapshot.path.stem, files) is None
 
 
 def test_a_checkpoint_that_an_ended_generation_began_is_given_up(tmp_path: Path) -> None:
@@ -522,12 +513,12 @@ def test_a_share_that_is_not_reset_is_named(tmp_path: Path) -> None:
     gang = Gang(tmp_path, 1)
     gang.restore()
     (share,) = gang.shares
-    assert share.prepare({"weight": (TOTAL, 3)}) == {"weight": (0, 1, TOTAL)}
+    assert share.load("checkpoint-000001-0000000001", []) == Problem(ANY, usage=True)
     next_generation(share)
     context: Any = share.context
-    context.settings = context.settings.model_copy(update={"phase_timeout": 0.01})
+    share.settings = context.settings.model_copy(update={"phase_timeout": 0.01})
     with pytest.raises(TimeoutError, match=r"model-ps_0 was not reset within PHASE_TIMEOUT=0.01 s .*`attached`"):
-        share.prepare({"weight": (TOTAL, 3)})
+        share.load("checkpoint-000001-0000000001", [])
 
 
 def test_starting_anew_moves_the_shards_too(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from prometheus_client import CollectorRegistry
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
-from rolecall.context import progress
 from rolecall.context.context import Context
 from rolecall.context.progress import Supervision
 from rolecall.declare.remote import remote
 from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Attachment, Peer
+from rolecall.record.history import Goal, Point, Row, Stall, Start
 
 
 class Agent:
@@ -64,7 +64,7 @@ class Supervisor(Supervision):
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.records: list[tuple[str, int, float]] = []
+        self.records: list[tuple[str, int, float]] = []  # of the history: kind or name, step, value
         self.lost: list[Peer] = []
         self.replaced: list[Peer] = []
         self.parts: list[tuple[str, int, int]] = []  # in generations, with their numbers
@@ -74,8 +74,16 @@ class Supervisor(Supervision):
     def report_step(self, step: int) -> None:
         self.steps.append(step)
 
-    def record(self, kind: progress.Curve, step: int, value: float) -> None:
-        self.records.append((kind, step, value))
+    def record(self, row: Row) -> None:
+        match row:
+            case Start(generation, step):
+                self.records.append(("start", step, generation))
+            case Point(name, step, value):
+                self.records.append((name, step, value))
+            case Goal(value):
+                self.records.append(("goal", 0, value))
+            case Stall(what, seconds):
+                self.records.append((what, 0, seconds))
 
     def report_loaded(self) -> None:
         self.parts.append(("loaded", 0, 0))

@@ -68,7 +68,7 @@ def test_what_is_given_up_is_kept_no_more(tmp_path: Path, how: str) -> None:
                         item, timeout=0
                     )
             case "of a peer":
-                assert not asyncio.run(queues.put("full", 1, item, 0.001))
+                assert not asyncio.run(queues.queue_put("full", 1, item, 0.001))
             case _:
                 putter = queues.open("full", 1).put(item)
                 putter.cancel()
@@ -99,7 +99,7 @@ def test_an_item_whose_getter_has_gone_is_in_the_queue_again(tmp_path: Path) -> 
     queues: Queues = context.group.queues
 
     async def steps() -> None:
-        getter = asyncio.create_task(queues.get("q", 2, None))
+        getter = asyncio.create_task(queues.queue_get("q", 2, None))
         await asyncio.sleep(0)  # it waits
         queues.open("q", 2).put("item")
         getter.cancel()

@@ -21,7 +21,7 @@ def test_rank_0_goes_on_when_every_member_knows_the_others(tmp_path: Path) -> No
     services.expect()
     services.arrived(HERE)
     services.ready(AGENT.name)
-    answer = services.meet(tuple(THERE))  # the last one
+    answer = services.meet(THERE)  # the last one
     assert answer.result(1).addresses == (HERE, THERE)
     with pytest.raises(TimeoutError):
         services.wait(0.01)
@@ -36,7 +36,7 @@ def test_one_that_is_lost_meanwhile_is_not_waited_for(tmp_path: Path) -> None:
     services.expect()
     services.arrived(HERE)
     services.ready(AGENT.name)
-    answer = services.meet(tuple(THERE))
+    answer = services.meet(THERE)
     services.ready(ONE.name)
     assert not answer.done()
     assert services.missing() == [TWO.name]
@@ -56,7 +56,7 @@ def test_who_joins_later_meets_at_once_and_is_found(tmp_path: Path) -> None:
     early = services.address(TWO.name, 1)  # before it is there
     assert not early.done()
     joining = Address(TWO.name, "127.0.0.1", 3, join=1)
-    assert services.meet(tuple(joining)).result(0).addresses == (HERE, THERE, joining)
+    assert services.meet(joining).result(0).addresses == (HERE, THERE, joining)
     assert early.result(0) == services.address(TWO.name, 0).result(0) == joining
     services.arrived(joining._replace(join=0, port=4))  # late
     assert services.address(TWO.name, 1).result(0) == joining

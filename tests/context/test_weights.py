@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rolecall.context.context import Context
-from rolecall.context.transport import WireTransport
+from rolecall.context.transport import Transport
 from rolecall.context.weights import Weights
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.wire.calls import Wire
@@ -24,17 +24,13 @@ def connected(directory: Path) -> Context[Any]:
     context = make(directory)
     session = context.group.session
     assert session is not None
-    wire = Wire("agent_0", NOBODY, context.dispatcher, max_message_bytes=2**30, session=session)
-    context.transport = WireTransport(wire, context.metrics, context.watchdog, rank0="agent_0", rpc_timeout=DEADLINE)
+    wire = Wire("agent_0", nobody, context.dispatcher, max_message_bytes=2**30, lost=print, session=session)
+    context.group.use(Transport(wire, context.metrics, context.watchdog, rank0="agent_0", rpc_timeout=DEADLINE))
     return context
 
 
-class Nobody:
-    def open(self, peer: str, join: int) -> Sockets:
-        raise PeerLostError(peer)
-
-
-NOBODY = Nobody()
+def nobody(peer: str, join: int) -> Sockets:
+    raise PeerLostError(peer)
 
 
 def published(directory: Path, module: nn.Module) -> tuple[Context[Any], Weights]:
@@ -106,8 +102,3 @@ def test_before_the_first_version(tmp_path: Path) -> None:
     for read in (weights.tensors, lambda: weights.load({})):
         with pytest.raises(UsageError, match=r"no version has come yet; call wait\(timeout\) before"):
             read()
-
-
-def test_what_is_no_tensor_is_refused_where_it_is_published(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'step' is a int, not a tensor"):
-        make(tmp_path).publish("policy", {"step": 3})  # type: ignore[dict-item]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.manifests import COPIED, OVERLAYS, Overlay, overlay
+from tests.contracts.manifests import SOURCES, Rendering, rendering
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -14,16 +14,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "overlay_name" in metafunc.fixturenames:
+    if "rendered" in metafunc.fixturenames:
         extra = [str(Path(path).resolve()) for path in metafunc.config.getoption("--overlay")]
-        names = [*OVERLAYS, *extra]
-        if "variant" not in metafunc.fixturenames:
-            metafunc.parametrize("overlay_name", names)
-            return
-        pairs = [*((name, "both") for name in (*COPIED, *extra)), (COPIED[0], "prefix"), (COPIED[0], "suffix")]
-        metafunc.parametrize(("overlay_name", "variant"), pairs)
+        # of the module: the tests of one kustomization are run together, and it is rendered once
+        metafunc.parametrize("rendered", [*SOURCES, *extra], indirect=True, scope="module")
 
 
-@pytest.fixture
-def rendered(overlay_name: str) -> Overlay:
-    return overlay(overlay_name)
+@pytest.fixture(scope="module")
+def rendered(request: pytest.FixtureRequest) -> Rendering:
+    return rendering(request.param)

@@ -1,102 +1,197 @@
-"""What the tests of the Kubernetes manifests read: an overlay as `kubectl kustomize` renders it."""
+"""What the tests of the Kubernetes manifests read: kustomizations as `kubectl kustomize` renders them."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import functools
+import importlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import yaml
 from kubernetes_validate import utils as kubernetes_schemas
 
 from rolecall import new
 from rolecall.config import Settings
 from rolecall.declare import registry
-from rolecall.declare.spec import Job, Role
-from tests import commands
-from tools.jobs import FAST_LOADER
+from rolecall.declare.spec import Job
+from tools.jobs import COMPONENT, INDEX, KINDS, Object, render
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "k8s"
+KUBERNETES = "1.36"
 JOBS = ("rl", "ps-trainers", "rnn", "hybrid")
 # for the user's own: one set of ranks, which are given their roles by number
 GENERIC = ("job", "script")
 NEW = "new"  # what `rolecall new` writes
-OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS), *GENERIC, NEW)
-# how an outer kustomization names an overlay's copy
-VARIANTS: dict[str, dict[str, str]] = {
-    "both": {"namePrefix": "b-", "nameSuffix": "-two"},
-    "prefix": {"namePrefix": "b-"},
-    "suffix": {"nameSuffix": "-two"},
-}
-# overlays that are copied: with roles, with GPUs and without roles; the first one in every variant
-COPIED = ("ps-trainers", "hybrid-cuda", "job", NEW)
-CONTAINER = "rank"
-INSTANCE = "app.kubernetes.io/instance"
-COMPONENT = "app.kubernetes.io/component"
+OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS), *GENERIC)
+ENDING = tuple(f"{folder}-{kind}" for folder in (*JOBS, *GENERIC) for kind in KINDS)
+# how an outer kustomization names a copy
+COPY = {"namePrefix": "b-", "nameSuffix": "-two"}
 POD_INDEX = "apps.kubernetes.io/pod-index"  # a StatefulSet's controller sets it, from Kubernetes 1.28 on
-Object = dict[str, Any]
+# kinds of components that a cluster may have, which its own schemas do not know
+UNKNOWN = {
+    "PodMonitor": "monitoring.coreos.com/v1",
+    "PrometheusRule": "monitoring.coreos.com/v1",
+    "PodGroup": "scheduling.x-k8s.io/v1alpha1",
+} | dict.fromkeys(("ResourceFlavor", "ClusterQueue", "LocalQueue"), "kueue.x-k8s.io/v1beta2")
+REMOTE = re.compile(r"https://git\.example/team/rolecall//(k8s/\S+)\?ref=v[\d.]+")
+Block = tuple[str, str]
 # each validation would look for the versions that there are, and read a megabyte of definitions
 kubernetes_schemas.all_versions = functools.cache(kubernetes_schemas.all_versions)
 kubernetes_schemas.schema_contents = functools.cache(kubernetes_schemas.schema_contents)
 
 
-def kubectl() -> str:
-    """The machine's kubectl, or the one that make fetches."""
-    program = shutil.which("kubectl") or str(ROOT / "build" / "kubectl")
-    assert Path(program).exists(), "there is no kubectl: run `make kubectl`"
-    return program
+# ---- kustomizations
 
 
-def render(directory: Path) -> list[Object]:
-    """The objects of the kustomization in `directory`."""
-    done = commands.run([kubectl(), "kustomize", str(directory)], env={**os.environ, "GOGC": "off"})
-    assert done.returncode == 0, done.stderr
-    return list(yaml.load_all(done.stdout, FAST_LOADER))
-
-
-@contextlib.contextmanager
-def folder_of(name: str) -> Iterator[Path]:
-    """An overlay's folder; of a new job's, one that is written for the time of the context."""
-    if name != NEW:
-        yield K8S / name
-        return
-    with tempfile.TemporaryDirectory() as parent:
-        yield new.write("fresh_job", Path(parent))[0].parent
-
-
-@functools.cache
-def overlay(name: str) -> Overlay:
-    """An overlay by its folder: of k8s/, or a path."""
-    with folder_of(name) as folder:
-        return Overlay(name, render(folder))
-
-
-@functools.cache
-def copied(name: str, **names: str) -> Overlay:
-    """An overlay once more, as an outer kustomization with these fields names it."""
-    with folder_of(name) as folder, tempfile.TemporaryDirectory() as directory:
-        return Overlay(name, extended(Path(directory), folder, **names))
-
-
-def extended(directory: Path, base: Path, **fields: Any) -> list[Object]:
-    """The objects of `base` as a kustomization in `directory` that extends it with `fields` has them."""
+def layer(directory: Path, base: Path, **fields: Any) -> Path:
+    """Writes a kustomization to `directory` that extends `base` with `fields`. Returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     resources = [os.path.relpath(base.resolve(), directory.resolve())]
     (directory / "kustomization.yaml").write_text(yaml.safe_dump({"resources": resources, **fields}))
-    return render(directory)
+    return directory
+
+
+def extended(directory: Path, base: Path, **fields: Any) -> list[Object]:
+    """The objects of such a kustomization."""
+    return render(layer(directory, base, **fields))
+
+
+def component(directory: Path, *names: str) -> dict[str, list[str]]:
+    """The field with which a kustomization in `directory` has these components of k8s/."""
+    return {"components": [os.path.relpath(K8S / "components" / name, directory.resolve()) for name in names]}
+
+
+def new_job(directory: Path) -> Path:
+    return new.write("fresh_job", directory)[0].parent
+
+
+def blocks(page: str) -> list[Block]:
+    """The YAML files of a page of docs/: where each lies, and what is in it."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"^```yaml\n# (\S+\.yaml)\n(.+?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def lay(files: list[Block], directory: Path) -> Path:
+    """Writes the files of a page beside a copy of k8s/, vendored if the last one says so. Returns its folder."""
+    for parent in (directory, *([directory / "vendor" / "rolecall"] if "/vendor/" in files[-1][1] else [])):
+        shutil.copytree(K8S, parent / "k8s")
+        shutil.copytree(ROOT / "docker" / "grafana", parent / "docker" / "grafana")
+    shutil.copytree(K8S / "job", directory / "k8s" / "mine")  # as a page says
+    for path, text in files:
+        folder = (directory / path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "pi.py").touch()  # the user's file
+        # a remote copy is one beside it here
+        (directory / path).write_text(REMOTE.sub(rf"{os.path.relpath(directory, folder)}/\1", text))
+    return folder
+
+
+def examples() -> Iterator[tuple[str, list[Block]]]:
+    """Every kustomization of the pages, with the page's files before it, on which it may stand."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        files = blocks(page.name)
+        for number, (path, _) in enumerate(files, 1):
+            if Path(path).name == "kustomization.yaml":
+                yield f"{page.name}-{number}", files[:number]
+
+
+FOLDERS: dict[str, Callable[[Path], Path]] = {
+    **{name: functools.partial(lambda name, _: K8S / name, name) for name in (*OVERLAYS, *ENDING)},
+    NEW: new_job,
+}
+COPIES: dict[str, Callable[[Path], Path]] = {
+    f"copy of {name}": functools.partial(
+        lambda folder, ends, at: layer(
+            at / "b", folder(at), **COPY, **(component(at / "b", "podgroup") if ends else {})
+        ),
+        folder,
+        name in ENDING,
+    )
+    for name, folder in FOLDERS.items()
+}
+EXAMPLES = dict(examples())
+# what is rendered and held to the rules, by name: each lays a kustomization out in a folder that is there for a while
+SOURCES = FOLDERS | COPIES | {name: functools.partial(lay, files) for name, files in EXAMPLES.items()}
+
+
+@functools.cache
+def rendering(name: str) -> Rendering:
+    """One of SOURCES, or a kustomization by its path."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder = SOURCES[name](Path(directory)) if name in SOURCES else Path(name)
+        return Rendering(name, render(folder))
+
+
+# ---- schemas
+
+
+def validate(item: Object) -> None:
+    """Raises if `item` does not fit the schema of its kind, or, without a schema, the version of its API."""
+    if item["kind"] == "JobSet":
+        # a second of a core, which every test process would take to collect
+        models = importlib.import_module("kubeflow_trainer_api.models")
+        assert item["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+        read = models.JobsetV1alpha2JobSet.from_dict(copy.deepcopy(item))
+        assert read is not None
+        assert_kept(item, read.to_dict())  # it drops fields that it does not know
+        for part in item["spec"]["replicatedJobs"]:  # they are Jobs to Kubernetes, whose schema is stricter
+            as_job = {**part["template"], "metadata": {"name": part["name"], **part["template"].get("metadata", {})}}
+            kubernetes_validate.validate({"apiVersion": "batch/v1", "kind": "Job", **as_job}, KUBERNETES, strict=True)
+    elif item["kind"] in UNKNOWN:
+        assert item["apiVersion"] == UNKNOWN[item["kind"]]
+        assert set(item) <= {"apiVersion", "kind", "metadata", "spec"}
+    else:
+        kubernetes_validate.validate(item, KUBERNETES, strict=True)
+
+
+def assert_kept(given: Any, read: Any, path: str = "") -> None:
+    """`read` has everything that `given` has; it may have defaults besides."""
+    assert type(given) is type(read), path
+    if isinstance(given, dict):
+        for key, value in given.items():
+            assert key in read, f"{path}.{key}: no such field"
+            assert_kept(value, read[key], f"{path}.{key}")
+    elif isinstance(given, list):
+        assert len(given) == len(read), path
+        for number, (one, other) in enumerate(zip(given, read, strict=True)):
+            assert_kept(one, other, f"{path}.{number}")
+    else:
+        assert given == read, path
+
+
+# ---- what is rendered
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The values in `value` that are neither lists nor maps."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from leaves(one)
+    else:
+        yield value
+
+
+def matches(selector: Object, labels: dict[str, str]) -> bool:
+    """Whether an object's selector, or a Service's, takes a pod with these labels."""
+    wanted = selector.get("matchLabels", selector)
+    assert not {"matchLabels", "matchExpressions"} & set(wanted)
+    return bool(wanted) and wanted.items() <= labels.items()
 
 
 @dataclass(frozen=True)
-class Overlay:
-    """One rendered overlay."""
+class Rendering:
+    """The objects of a job."""
 
     name: str
     objects: list[Object]
@@ -104,108 +199,157 @@ class Overlay:
     def of_kind(self, kind: str) -> list[Object]:
         return [item for item in self.objects if item["kind"] == kind]
 
-    def only(self, kind: str) -> Object:
-        item = self.of_kind(kind)
-        assert len(item) == 1, f"{kind}: {[one['metadata']['name'] for one in item]}"
-        return item[0]
+    def only(self, kind: str, name: str | None = None) -> Object:
+        (item,) = [one for one in self.of_kind(kind) if name in (None, one["metadata"]["name"])]
+        return item
 
     @property
-    def sets(self) -> list[RankSet]:
-        return [RankSet(self, item) for item in self.of_kind("StatefulSet")]
+    def ranks(self) -> list[Ranks]:
+        """Of Jobs, rank 0's first."""
+        return [
+            *(Ranks(self, item["metadata"]["name"], item) for item in self.objects if item["kind"] in SETS),
+            *(
+                Ranks(self, part["name"], {"kind": "Job", **part["template"]})
+                for item in self.of_kind("JobSet")
+                for part in item["spec"]["replicatedJobs"]
+            ),
+        ]
 
     @property
-    def first(self) -> RankSet:
-        """Rank 0's set."""
+    def ends(self) -> bool:
+        """Whether it is of Jobs."""
+        return not self.of_kind("StatefulSet")
+
+    @property
+    def runs(self) -> str:
+        """The job's name in the registry, or the place of its file."""
+        return self.ranks[0].environment()["JOB"]
+
+    @property
+    def job(self) -> Job | None:
+        """The built-in job; a job of a file is not known here."""
+        return registry.get(self.runs) if self.runs in registry.JOBS else None
+
+    @property
+    def first(self) -> Ranks:
+        """Rank 0's."""
+        roles = (self.job.roles[0].name,) if self.job else ()
         (item,) = [
             one
-            for one in self.sets
-            if (one.role == one.job.roles[0] if one.has_role else one.labels[COMPONENT] == "rank")
+            for one in self.ranks
+            if one.environment(0).get("RANK") == "0" or one.environment(0).get("ROLE") in roles
         ]
         return item
 
     @property
-    def service(self) -> Object:
-        """The headless Service, which has the job's name."""
-        (item,) = [one for one in self.of_kind("Service") if one["spec"].get("clusterIP") == "None"]
-        return item
+    def instance(self) -> str:
+        """The job's name."""
+        return str(self.only("NetworkPolicy")["metadata"]["name"])
 
     @property
-    def rank0_service(self) -> Object:
+    def master(self) -> Object:
         """The Service whose address stays when rank 0's pod has another one."""
         (item,) = [one for one in self.of_kind("Service") if "clusterIP" not in one["spec"]]
         return item
 
+    @property
+    def pods(self) -> list[tuple[Ranks, int]]:
+        return [(one, index) for one in self.ranks for index in range(one.count)]
 
-class Template:
-    """An object that makes pods of one kind."""
+    def selected(self, selector: Object) -> list[str]:
+        """The pods that `selector` takes."""
+        return [one.host(index) for one, index in self.pods if matches(selector, one.labels(index))]
 
+
+SETS = ("StatefulSet", "Job")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What makes pods of one kind: a StatefulSet, a Job, or a part of a JobSet."""
+
+    rendering: Rendering
+    name: str
     object: Object
+
+    @property
+    def ends(self) -> bool:
+        return bool(self.object["kind"] == "Job")
 
     @property
     def spec(self) -> Object:
         return dict(self.object["spec"])
 
     @property
+    def template(self) -> Object:
+        return dict(self.spec["template"])
+
+    @property
     def pod(self) -> Object:
-        return dict(self.spec["template"]["spec"])
+        return dict(self.template["spec"])
 
     @property
     def container(self) -> Object:
         (item,) = self.pod["containers"]
         return dict(item)
 
-
-@dataclass(frozen=True)
-class RankSet(Template):
-    """The ranks of one role, or those that are told apart by their numbers: a StatefulSet."""
-
-    overlay: Overlay
-    object: Object
+    @property
+    def annotations(self) -> dict[str, str]:
+        """What the object itself is marked with."""
+        return dict(self.object.get("metadata", {}).get("annotations") or {})
 
     @property
-    def name(self) -> str:
-        return str(self.object["metadata"]["name"])
-
-    @property
-    def replicas(self) -> int:
+    def count(self) -> int:
         """As many as are wanted at the start: of a set that an autoscaler scales, its minimum."""
+        if self.ends:
+            assert self.spec["completions"] == self.spec["parallelism"]
+            return int(self.spec["completions"])
         scaled = {
             item["spec"]["scaleTargetRef"]["name"]: item["spec"]["minReplicas"]
-            for item in self.overlay.of_kind("HorizontalPodAutoscaler")
+            for item in self.rendering.of_kind("HorizontalPodAutoscaler")
         }
         return int(scaled.get(self.name) or self.spec["replicas"])
 
-    @property
-    def labels(self) -> dict[str, str]:
-        return dict(self.spec["template"]["metadata"]["labels"])
+    def host(self, index: int) -> str:
+        """The host name of a pod."""
+        sets = self.rendering.of_kind("JobSet")
+        return f"{sets[0]['metadata']['name']}-{self.name}-0-{index}" if sets else f"{self.name}-{index}"
 
     @property
-    def environment(self) -> dict[str, str]:
-        """What the container's variables are: in the set's first pod, where they differ."""
-        return self.environment_of(f"{self.name}-0")
+    def pods(self) -> list[str]:
+        return [self.host(index) for index in range(self.count)]
 
-    def environment_of(self, pod: str) -> dict[str, str]:
-        """What the container's variables are in `pod`: empty where they name a field that it lacks, as in kubelet."""
-        maps = {item["metadata"]["name"]: item["data"] for item in self.overlay.of_kind("ConfigMap")}
-        named = [source["configMapRef"]["name"] for source in self.container.get("envFrom", [])]
-        given = {entry["name"]: self._value(entry, pod) for entry in self.container["env"]}
-        return {**{key: value for name in named for key, value in maps[name].items()}, **given}
+    def labels(self, index: int = 0) -> dict[str, str]:
+        """A pod's, with those that the controller adds."""
+        return {**self.template["metadata"]["labels"], INDEX if self.ends else POD_INDEX: str(index)}
 
-    def labels_of(self, pod: str) -> dict[str, str]:
-        """A pod's labels, with those that the StatefulSet's controller adds."""
-        index = pod.rpartition("-")[2]
-        return {**self.labels, POD_INDEX: index, "statefulset.kubernetes.io/pod-name": pod}
+    def environment(self, index: int = 0) -> dict[str, str]:
+        """A container's variables: empty where they name a field that the pod lacks, as in kubelet."""
+        maps = {item["metadata"]["name"]: item["data"] for item in self.rendering.of_kind("ConfigMap")}
+        values: dict[str, str] = {}
+        for source in self.container.get("envFrom", []):
+            values |= maps[source["configMapRef"]["name"]]
+        return values | {entry["name"]: self._value(entry, index) for entry in self.container["env"]}
 
-    def _value(self, entry: Object, pod: str) -> str:
+    def _value(self, entry: Object, index: int) -> str:
         if "value" in entry:
             return str(entry["value"])
         path = entry["valueFrom"]["fieldRef"]["fieldPath"]
         field = re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path)
         if path == "metadata.name":
-            return pod
+            return self.host(index)
         assert field, path
-        annotations = self.spec["template"]["metadata"].get("annotations", {})
-        return str({"labels": self.labels_of(pod), "annotations": annotations}[field[1]].get(field[2], ""))
+        notes = self.template["metadata"].get("annotations", {}) | ({INDEX: str(index)} if self.ends else {})
+        return str({"labels": self.labels(index), "annotations": notes}[field[1]].get(field[2], ""))
+
+    @property
+    def settings(self) -> type[Settings]:
+        """The settings of its job; of a job file, those that are known before there is one."""
+        return self.rendering.job.settings if self.rendering.job else Settings
+
+    @property
+    def component(self) -> str:
+        return self.labels()[COMPONENT]
 
     @property
     def secrets(self) -> dict[str, Object]:
@@ -216,70 +360,18 @@ class RankSet(Template):
         return {mount["mountPath"]: volumes[mount["name"]] for mount in mounts}
 
     @property
-    def pods(self) -> list[str]:
-        return [f"{self.name}-{number}" for number in range(self.replicas)]
+    def claims(self) -> dict[str, str]:
+        """The volumes that are kept and may be written to: their claims, by where they are mounted."""
+        claims = {one["metadata"]["name"]: one["metadata"]["name"] for one in self.spec.get("volumeClaimTemplates", [])}
+        for volume in self.pod["volumes"]:
+            if "persistentVolumeClaim" in volume:
+                claims[volume["name"]] = volume["persistentVolumeClaim"]["claimName"]
+        mounts = self.container["volumeMounts"]
+        return {
+            one["mountPath"]: claims[one["name"]] for one in mounts if one["name"] in claims and not one.get("readOnly")
+        }
 
-    @property
-    def has_role(self) -> bool:
-        return "ROLE" in self.environment
-
-    @property
-    def settings(self) -> type[Settings]:
-        """The settings of its job; of a job file, those that are known before there is one."""
-        name = self.environment["JOB"]
-        return registry.get(name).settings if name in registry.JOBS else Settings
-
-    @property
-    def job(self) -> Job:
-        return registry.get(self.environment["JOB"])
-
-    @property
-    def role(self) -> Role:
-        return next(role for role in self.job.roles if role.name == self.environment["ROLE"])
-
-
-def port_number(ranks: RankSet, port: int | str) -> int:
-    """A port by its number or by the container's name for it."""
-    named = {entry["name"]: entry["containerPort"] for entry in ranks.container["ports"]}
-    return port if isinstance(port, int) else named[port]
-
-
-def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Whether an object's selector, or a Service's, takes a pod with these labels."""
-    wanted = selector.get("matchLabels", selector)
-    assert not {"matchLabels", "matchExpressions"} & set(wanted)
-    return bool(wanted) and wanted.items() <= labels.items()
-
-
-def pods_of(rendered: Overlay) -> dict[str, dict[str, str]]:
-    """The labels of every pod."""
-    return {pod: one.labels_of(pod) for one in rendered.sets for pod in one.pods}
-
-
-def identity_of(ranks: RankSet, pod: str, settings: Settings) -> tuple[str, int | None]:
-    """The rank that `pod` takes itself for; a job with a file of its own is taken for a script."""
-    given = ranks.environment_of(pod)
-    numbers = {name.lower(): int(given[name]) for name in ("ORDINAL", "RANK") if name in given}
-    job = ranks.job if ranks.has_role else registry.get("script")
-    identity = registry.identity(registry.roles(job, settings), settings.model_copy(update=numbers), pod)
-    return identity.role, identity.ordinal
-
-
-def require_services_to_name_the_pods(rendered: Overlay) -> None:
-    service = rendered.service
-    for one in rendered.sets:
-        assert one.spec["serviceName"] == service["metadata"]["name"]
-        assert one.pod["enableServiceLinks"] is False  # they are variables such as MASTER_PORT
-        assert matches(service["spec"]["selector"], one.labels)
-    assert [entry["name"] for entry in service["spec"]["ports"]] == ["metrics", "rank"]
-    for given in rendered.of_kind("Service"):
-        # ranks find each other before they are ready, and are ready only when they have
-        assert given["spec"]["publishNotReadyAddresses"] is True
-        assert given["spec"]["ipFamilyPolicy"] == "PreferDualStack"
-        for entry in given["spec"]["ports"]:
-            if entry["name"] == "store":  # no rank says that it has the port, since most do not
-                assert "targetPort" not in entry
-                continue
-            assert entry["targetPort"] == entry["name"]
-            assert all(port_number(one, entry["targetPort"]) == entry["port"] for one in rendered.sets)
-            assert entry["appProtocol"] == {"metrics": "http", "rank": "tls"}[entry["name"]]
+    def port(self, port: int | str) -> int:
+        """A port by its number or by the container's name for it."""
+        named = {entry["name"]: entry["containerPort"] for entry in self.container["ports"]}
+        return port if isinstance(port, int) else int(named[port])

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import stat
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rolecall import config, new, telemetry
+from rolecall import config, new
 from rolecall.config import Settings
 from rolecall.declare import registry
-from tests import commands
 from tests.contracts.containers import (
     COMPOSE,
     COMPOSE_TEXT,
@@ -28,8 +22,8 @@ from tests.contracts.containers import (
     RANKS,
     ROLES,
     ROOT,
-    SCRIPTS,
     SERVICES,
+    WATCHERS,
     filled,
     image_environment,
     is_first,
@@ -46,10 +40,13 @@ from tests.roles import counter
 # `docker inspect` would show a token; and a user's own certificates would have to be mounted
 NOT_PASSED = {"INSTANCE", "LEAVE_CODE", "ORDINAL", "RANK", "WORLD_SIZE", "PORT", "MASTER_PORT", "METRICS_PORT"}
 NOT_PASSED |= {"CHECKPOINT_DIR", "JOB_TOKEN", "TLS_CERT", "TLS_KEY", "TLS_CA"}
+PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data"}
+FIXED = {
+    "job": {"JOB": "/job", **PLACES},
+    "script": {"JOB": "script", **PLACES, "SCRIPT": "/script", "RANKS": "2"},
+}
 SECRET = "job-token"
 TOKEN = "a-token-of-more-than-128-bits"
-TOKEN_SCRIPT = ROOT / "docker" / "token.sh"
-TOOLS = "bash env head base64 tr sed tail dirname mkdir ls mktemp chmod ln rm"  # of every system
 # what would give a container more than it needs, keep it from being scaled, or replace what the image says
 UNWANTED = (
     "ports privileged network_mode pid ipc uts userns_mode cgroup_parent cap_add devices device_cgroup_rules group_add "
@@ -73,18 +70,41 @@ def test_a_service_is_a_role_of_one_job(name: str) -> None:
     assert len(siblings(name)) == len(roles) + bool(counter(first))
 
 
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("profile", GENERIC)
+def test_a_users_own_has_rank_0_and_the_others(profile: str) -> None:
+    services = {name: service for name, service in RANKS.items() if service["profiles"] == [profile]}
+    first, others = sorted(services, key=is_first, reverse=True)
+    assert (first, others) == (f"{profile}-rank0", f"{profile}-ranks")
+    assert services[first]["deploy"].get("replicas", 1) == 1
+    assert services[others]["deploy"]["replicas"] == "${OTHERS:-1}"
+    # nothing else tells them apart: the gang assigns roles and ordinals
+    one, two = services[first], services[others]
+    assert one["environment"] == {**two["environment"], "RANK": "0"}
+    assert not {"ROLE", "ORDINAL", "RANK"} & set(two["environment"])
+    apart = dict.fromkeys(("environment", "networks", "deploy"))
+    assert one | apart == two | apart
+
+
+@pytest.mark.parametrize("name", SERVICES)
 def test_every_setting_is_passed_and_few_have_a_value_here(name: str) -> None:
     """A default that stands in two places is wrong in one of them sooner or later."""
-    environment, fields = SERVICES[name]["environment"], {field.upper() for field in job_of(name).settings.model_fields}
-    extra = {"ORDINAL"} if is_first(name) and counter(role_of(name)) else set()
-    assert fields >= NOT_PASSED
-    assert set(environment) == fields - NOT_PASSED | extra
-    assert environment.get("ORDINAL", "0") == "0"
+    environment, profile = SERVICES[name]["environment"], SERVICES[name]["profiles"][0]
+    valued = {variable: filled(value) for variable, value in environment.items() if value is not None}
+    passed = {field.upper() for field in settings_of(name).model_fields} - NOT_PASSED
+    assert valued.pop("MASTER_ADDR").endswith(".rpc")
+    assert valued.pop("JOB_TOKEN_FILE") == f"/run/secrets/{SECRET}"  # the path at which compose mounts it
+    if name in RANKS:  # what the shell or docker/up.sh says, and what the profile fixes
+        fixed = {**FIXED[profile], **({"RANK": "0"} if is_first(name) else {})}
+        assert valued == fixed
+        assert set(environment) == passed - {"ROLE"} | set(fixed) | ({"SCRIPT_ARGS"} if profile == "script" else set())
+        variables = ["${JOB_VARIABLES:-/dev/null}"] if profile == "job" else None  # the names of a job's own settings
+        assert SERVICES[name].get("env_file") == variables
+        return
     counts = {counter(role) for role in job_of(name).roles} - {""}
-    valued = {variable for variable, value in environment.items() if value is not None}
-    places = {"ORDINAL", "DATA_DIR"} & set(environment)
-    assert valued == {"JOB", "ROLE", "MASTER_ADDR", "JOB_TOKEN_FILE"} | counts | places
+    extra = {"ORDINAL"} if is_first(name) and counter(role_of(name)) else set()
+    assert set(environment) == passed | extra
+    assert environment.get("ORDINAL", "0") == "0"
+    assert set(valued) == {"JOB", "ROLE"} | counts | extra | {"DATA_DIR"} & set(environment)
     shared = [SERVICES[other]["environment"] | {"ROLE": "", "ORDINAL": ""} for other in siblings(name)]
     assert all(one == shared[0] for one in shared), "ranks differ in their role only"
 
@@ -166,9 +186,7 @@ def test_the_token_is_given_to_every_rank_and_as_a_file_only() -> None:
         assert not {"JOB_TOKEN", "JOB_TOKEN_SOURCE"} & set(given), name
         assert not [value for value in given.values() if "TOKEN" in str(value)], name
         assert service.get("secrets", []) == ([SECRET] if name in SERVICES else []), name
-        if name in SERVICES:
-            assert given["JOB_TOKEN_FILE"] == f"/run/secrets/{SECRET}"  # the path at which compose mounts it
-            assert given["TLS"] is None  # the default, `require`, unless the user sets it
+        assert name not in SERVICES or given["TLS"] is None  # the default, `require`, unless the user sets it
 
 
 def test_the_new_jobs_compose_file_gives_its_ranks_the_token_as_a_file(tmp_path: Path) -> None:
@@ -191,67 +209,20 @@ def test_the_new_jobs_compose_file_gives_its_ranks_the_token_as_a_file(tmp_path:
         assert not {"JOB_TOKEN", "BIND_ADDR", *NOT_PASSED} & set(environment)
 
 
-def make_token(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return commands.run([TOKEN_SCRIPT, *arguments], cwd=folder, env={"PATH": os.environ["PATH"], **variables})
-
-
-def is_protected(file: Path) -> bool:
-    """Whether a container's user can read the mounted file, and no other user of the host gets at it."""
-    return (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (0o444, 0o700)
-
-
-@pytest.mark.parametrize("variables", [{}, {"JOB_TOKEN_SOURCE": "a/b/token"}], ids=["default", "chosen"])
-def test_a_token_is_made_once(tmp_path: Path, variables: dict[str, str]) -> None:
-    """Compose reads `.env`, so the script does too; it needs no OpenSSL; and of several at once, one makes the file."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for tool in TOOLS.split():
-        (tools / tool).symlink_to(shutil.which(tool) or tool)
-    (tmp_path / ".env").write_text("".join(f"OBSERVERS=3\n{name}={value}\n" for name, value in variables.items()))
-    file = tmp_path / (variables.get("JOB_TOKEN_SOURCE") or filled(COMPOSE["secrets"][SECRET]["file"]))
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda _: make_token(tmp_path, PATH=str(tools)), range(2)))
-    done = max(both, key=lambda one: len(one.stdout))
-    assert [one.returncode for one in both] == [0, 0]
-    token = file.read_text()
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"rolecall: the ranks' token is in {file.relative_to(tmp_path)}\n"
-    assert is_protected(file)
-    config.load(Settings, job_token=token)  # which refuses a short one
-    assert len(token) >= 43
-    assert make_token(tmp_path).stdout == ""
-    assert file.read_text() == token
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_a_token_is_never_where_others_can_read_it(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    done = make_token(tmp_path, JOB_TOKEN_SOURCE="token")
-    assert done.returncode == 2
-    assert done.stderr.startswith("rolecall: JOB_TOKEN_SOURCE=token: others on this machine can enter its folder; ")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_token_for_a_pipe_is_another_each_time(tmp_path: Path) -> None:
-    one, two = make_token(tmp_path, "-"), make_token(tmp_path, "-")
-    assert re.fullmatch(r"\S{43,}", one.stdout)  # no end of line either
-    assert one.stdout != two.stdout
-    assert not list(tmp_path.iterdir())
-
-
 # ---- compose.yaml: what a container may do
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", COMPOSE["services"])
 def test_a_container_may_do_no_more_than_it_needs(name: str) -> None:
-    service = SERVICES[name]
-    assert service["user"] == only("USER")
+    service = COMPOSE["services"][name]
+    assert int(service["user"].split(":")[0]) > 0
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert "no-new-privileges:true" in service["security_opt"]
     assert not [option for option in service["security_opt"] if "unconfined" in option]
-    # of the variables' names: see test_generic.py
-    assert not set(UNWANTED.split()) & set(service) - ({"env_file"} if name in RANKS else set())
+    # of a job file, the variables' names; a watcher has an image of its own, and is read by a browser
+    given = {"ports", "command", "healthcheck"} if name in WATCHERS else {"env_file"} if name in RANKS else set()
+    assert not set(UNWANTED.split()) & set(service) - given
     temporary = {path: options for path, _, options in (entry.partition(":") for entry in service["tmpfs"])}
     assert set(temporary) == {"/tmp"}
     assert {"noexec", "nosuid", "nodev"} <= set(temporary["/tmp"].split(","))
@@ -263,6 +234,8 @@ def test_a_container_may_do_no_more_than_it_needs(name: str) -> None:
     assert re.fullmatch(r"on-failure:[1-9]\d*", filled(service["restart"]))
     assert "restart_policy" not in service["deploy"]  # it would win
     assert {"max-size", "max-file"} <= set(service["logging"]["options"])
+    for port in service.get("ports", []):
+        assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", filled(port)), "published on loopback only"
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -275,29 +248,26 @@ def test_a_stop_leaves_the_time_to_drain(name: str) -> None:
     assert int(grace.group(1)) > least
 
 
-@pytest.mark.parametrize("name", ROLES)
-def test_rank_0_alone_keeps_something(name: str) -> None:
-    volumes = [filled(volume).split(":") for volume in SERVICES[name].get("volumes", [])]
-    written = [(source, target) for source, target, *options in volumes if options != ["ro"]]
-    if not is_first(name):
-        assert written == []
-        return
-    ((source, target),) = written
-    assert source in COMPOSE["volumes"]
-    assert target == image_environment()["CHECKPOINT_DIR"]
-    assert not [other for other in SERVICES if other != name and source in str(SERVICES[other].get("volumes"))]
-
-
-@pytest.mark.parametrize("name", ROLES)
-def test_data_are_mounted_where_the_job_looks_for_them(name: str) -> None:
-    """The root file system is read-only, so they can come from nowhere else."""
-    volumes = [filled(volume).split(":") for volume in SERVICES[name].get("volumes", [])]
-    mounted = [target for _, target, *options in volumes if options == ["ro"]]
-    places = [value for variable, value in SERVICES[name]["environment"].items() if variable == "DATA_DIR"]
-    said = (ROOT / "docs" / f"{SERVICES[name]['environment']['JOB']}.md").read_text()
-    assert set(places) <= set(mounted)
-    assert all(target in places or f"`{target}`" in said for target in mounted)
+@pytest.mark.parametrize("name", SERVICES)
+def test_rank_0_keeps_its_checkpoints_and_all_else_is_read_only(name: str) -> None:
+    """The root file system is read-only, so data can come from nowhere but a volume."""
+    service, profile = SERVICES[name], SERVICES[name]["profiles"][0]
+    volumes = [filled(volume).split(":") for volume in service.get("volumes", [])]
     assert {source for source, *_ in volumes} <= set(COMPOSE["volumes"])
+    written = [(source, target) for source, target, *options in volumes if options != ["ro"]]
+    mounted = [target for _, target, *options in volumes if options == ["ro"]]
+    keeps = is_first(name) or name in RANKS  # every rank of the user's own may write beside the checkpoints
+    assert [target for _, target in written] == ([image_environment()["CHECKPOINT_DIR"]] if keeps else [])
+    for source, _ in written:
+        others = [other for other in SERVICES if source in str(SERVICES[other].get("volumes"))]
+        assert others == (siblings(name) if name in RANKS else [name])
+    if name in RANKS:
+        assert mounted == [f"/{profile}", "/data"]
+        assert service["working_dir"] == f"/{profile}"
+    places = {value for variable, value in service["environment"].items() if variable == "DATA_DIR"}
+    assert places <= set(mounted)
+    said = (ROOT / "docs" / f"{'containers' if name in RANKS else profile}.md").read_text()
+    assert all(target in places or f"`{target}`" in said for target in mounted)
 
 
 # ---- compose.yaml, the Makefile and the Dockerfile
@@ -306,6 +276,7 @@ def test_data_are_mounted_where_the_job_looks_for_them(name: str) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_the_image_is_the_one_that_make_builds(name: str) -> None:
     service = SERVICES[name]
+    assert service["user"] == only("USER")
     defaults = dict(re.findall(r"^(IMAGE|TORCH) \?= (\S+)$", MAKEFILE, re.MULTILINE))
     assert filled(service["image"]) == f"{defaults['IMAGE']}:{defaults['TORCH']}"
     declared = {rest.partition("=")[0]: rest.partition("=")[2] for word, rest in EVERYTHING if word == "ARG"}
@@ -334,11 +305,3 @@ def test_make_has_a_target_for_every_job_and_profile() -> None:
     assert re.search(r"^token: ## .*\n\t@docker/token\.sh$", MAKEFILE, re.MULTILINE)
     text = (ROOT / "docker" / "up.sh").read_text()
     assert 0 < text.index('/token.sh"') < text.index("describe --variables")
-
-
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.suffix == ".sh"], ids=lambda path: path.name)
-def test_make_can_run_the_scripts(script: Path) -> None:
-    assert os.access(script, os.X_OK)
-    assert f"{script.relative_to(ROOT)}" in MAKEFILE
-    metrics = {row[0] for job in registry.JOBS for row in telemetry.catalogue(registry.get(job).metrics)}
-    assert set(re.findall(r"\brolecall_[a-z0-9_]+", script.read_text())) <= metrics

@@ -18,7 +18,6 @@ from tests.contracts.containers import (
     EVERYTHING,
     ROOT,
     SCRIPTS,
-    STAGES,
     image_environment,
     only,
 )
@@ -33,31 +32,6 @@ def dependencies_python() -> str:
 # ---- the image
 
 
-def test_what_builds_the_image_stays_out_of_it() -> None:
-    assert len(STAGES) == 3
-    build, image = STAGES[1:]
-    assert build[0][1].endswith(" AS build")
-    assert " AS " not in image[0][1]
-    assert image[0][1] == build[0][1].removesuffix(" AS build")
-    copies = [rest for word, rest in image if word in ("COPY", "ADD")]
-    assert copies
-    assert all(rest.startswith("--from=build ") for rest in copies)
-    assert not re.search(r"\bpip\b|venv|gcc|build-essential", " ".join(rest for word, rest in image if word == "RUN"))
-
-
-def test_the_image_runs_a_rank() -> None:
-    tini, dashes, *command = json.loads(only("ENTRYPOINT"))
-    assert (Path(tini).name, dashes, command) == ("tini", "--", ["python", "-m", "rolecall"])
-    installed = " ".join(rest for word, rest in STAGES[-1] if word == "RUN" and "apt-get install" in rest)
-    assert re.search(r"\btini\b", installed)
-    # what it runs unless it is told otherwise: a rank, whose supervisor may crash
-    rank = json.loads(only("CMD"))
-    assert rank[:2] == ["rank", "--restarts"]
-    assert int(rank[2]) > 0
-    (copied,) = [rest for word, rest in STAGES[1] if word == "COPY" and rest.startswith("app ")]
-    assert copied.split()[1] == f"{only('WORKDIR')}/app"
-
-
 def test_the_image_asks_after_its_health() -> None:
     flags, _, command = only("HEALTHCHECK").partition(" CMD ")
     python, dash, module = json.loads(command)
@@ -67,22 +41,6 @@ def test_the_image_asks_after_its_health() -> None:
     timeout = re.search(r"--timeout=(\d+)s", flags)
     assert timeout
     assert float(timeout.group(1)) > probe.TIMEOUT  # it says itself what is wrong
-
-
-def test_the_images_user_is_nobody_else() -> None:
-    user, _, group = only("USER").partition(":")
-    runs = " ".join(rest for word, rest in STAGES[-1] if word == "RUN")
-    created = re.search(r"\buseradd --uid (\d+) .* (\w+)(?: |$)", runs.partition(" && install ")[0].strip())
-    assert created
-    assert created.group(1) == user
-    assert re.search(rf"\bgroupadd --gid {group} ", runs)
-    assert int(user) >= 1000
-    assert int(group) >= 1000
-    # a new volume takes over its owner from the directory that it is mounted on
-    directory = re.escape(image_environment()["CHECKPOINT_DIR"])
-    assert re.search(rf"\binstall --directory --owner {created.group(2)} .*{directory}(?: |$)", runs)
-    words = [word for word, _ in STAGES[-1]]
-    assert "RUN" not in words[words.index("USER") :]
 
 
 def test_one_python() -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from rolecall.observe.doctor import command
 from tests import commands
-from tests.contracts.containers import MAKEFILE, ROOT
-from tests.contracts.manifests import K8S, Object, extended, overlay
-from tests.contracts.test_k8s import KUBERNETES
+from tests.contracts.containers import ROOT
+from tests.contracts.manifests import K8S, component, extended, rendering, validate
+from tools.jobs import Object
 
-COMPONENT = K8S / "components" / "doctor"
 PAGE = (ROOT / "docs" / "doctor.md").read_text()
 KINDS = ("StatefulSet", "Job")
 # of a rank alone
@@ -31,13 +28,11 @@ def templates(objects: list[Object]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["ps-trainers-cuda", "hybrid-indexed"])
 def test_the_component_examines_each_rank_as_it_is(name: str, tmp_path: Path) -> None:
-    component = os.path.relpath(COMPONENT, tmp_path.resolve())
-    plain, objects = overlay(name).objects, extended(tmp_path, K8S / name, components=[component])
+    plain, objects = rendering(name).objects, extended(tmp_path, K8S / name, **component(tmp_path, "doctor"))
     assert [one for one in plain if one["kind"] not in KINDS] == [one for one in objects if one["kind"] not in KINDS]
     assert templates(objects).keys() == templates(plain).keys()
     for one in objects:
-        if one["kind"] in KINDS:
-            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+        validate(one)
     assert "components:\n  - ../k8s/components/doctor\n" in PAGE
     for key, spec in templates(objects).items():
         (doctor,) = spec.pop("initContainers")
@@ -65,14 +60,10 @@ esac
 
 
 def doctor(directory: Path, containers: str, running: int = 0, ended: int = 0) -> subprocess.CompletedProcess[str]:
-    program = directory / "bin" / "docker"
-    program.parent.mkdir()
     (directory / "containers").write_text(containers)
-    program.write_text(DOCKER.format(containers=directory / "containers", running=running, ended=ended))
-    program.chmod(0o755)
-    return commands.run(
-        [ROOT / "docker" / "ranks.sh", "doctor", "rl"], env={"PATH": f"{program.parent}:{os.environ['PATH']}"}
-    )
+    script = DOCKER.format(containers=directory / "containers", running=running, ended=ended)
+    environment = commands.stand_in(directory / "bin", "docker", script=script)
+    return commands.run([ROOT / "docker" / "ranks.sh", "doctor", "rl"], env=environment)
 
 
 def test_make_doctor_examines_in_the_place_of_containers_that_have_ended(tmp_path: Path) -> None:
@@ -89,9 +80,3 @@ def test_make_doctor_without_containers(tmp_path: Path) -> None:
     done = doctor(tmp_path, "")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "rolecall: there is no container of rl: make up-rl\n"
-
-
-def test_make_calls_it() -> None:
-    recipe = re.search(r"^doctor: .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
-    assert recipe
-    assert recipe.group(1) == '\t@docker/ranks.sh doctor "$(JOB)"\n'

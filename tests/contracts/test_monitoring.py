@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import yaml
 from rolecall.config import Settings
 from tests.contracts.asked import ALERTING, BOARDS, PROMETHEUS, SAMPLES, TARGET, TESTS
 from tests.contracts.containers import COMPOSE, MAKEFILE, MONITORING, ROOT, SERVICES, WATCHERS, filled, networks
-from tests.contracts.manifests import INSTANCE, K8S, Overlay, extended
-from tests.contracts.manifests import overlay as plain
-from tests.contracts.test_compose import UNWANTED
+from tests.contracts.manifests import COPY, K8S, Rendering, component, extended, rendering
 from tools.dashboards.files import ALERTS, DASHBOARDS
+from tools.jobs import INSTANCE
 
 GRAFANA = ROOT / "docker" / "grafana"
 CONFIG: dict[str, Any] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
@@ -91,19 +89,10 @@ def test_prometheus_finds_every_service_with_ranks() -> None:
 
 
 @pytest.mark.parametrize("name", WATCHERS)
-def test_a_watcher_may_do_no_more_than_a_rank(name: str) -> None:
-    service, rank = WATCHERS[name], SERVICES["agent"]
-    for option in ("read_only", "tmpfs", "cap_drop", "security_opt", "restart", "logging"):
-        assert service[option] == rank[option], option
-    assert not set(UNWANTED.split()) - {"ports", "command", "healthcheck"} & set(service)
-    assert int(service["user"].split(":")[0]) > 0
-    limits = service["deploy"]["resources"]["limits"]
-    assert float(filled(limits["cpus"])) > 0
-    assert re.fullmatch(r"[1-9]\d*[mg]", filled(limits["memory"]))
-    assert limits["pids"] > 0
+def test_a_watcher_is_pinned_keeps_its_data_and_is_started_by_make(name: str) -> None:
+    service = WATCHERS[name]
     assert service["profiles"] == [MONITORING]
     (port,) = service["ports"]
-    assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", filled(port)), "published on loopback only"
     assert f"{name.upper()}_PORT" in port
     assert service["image"].startswith(f"${{{name.upper()}_IMAGE:-")
     assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", filled(service["image"])), "a pinned version"
@@ -161,10 +150,9 @@ def test_every_dashboard_is_a_config_map() -> None:
     assert all(len(json.dumps(path.read_text())) < 250_000 for path in DASHBOARDS.glob("*.json"))
 
 
-def monitored(directory: Path, job: str, component: str = "monitoring", **fields: Any) -> Overlay:
-    """A job's overlay with the component, made as a user makes one."""
-    components = [os.path.relpath(K8S / "components" / component, directory.resolve())]
-    return Overlay(job, extended(directory, K8S / job, components=components, **fields))
+def monitored(directory: Path, job: str, name: str = "monitoring", **fields: Any) -> Rendering:
+    """A job's folder with the component, as a user extends it."""
+    return Rendering(job, extended(directory, K8S / job, **component(directory, name), **fields))
 
 
 def test_a_monitored_jobs_objects_are_its_own_and_select_its_ranks_alone(tmp_path: Path) -> None:
@@ -173,15 +161,14 @@ def test_a_monitored_jobs_objects_are_its_own_and_select_its_ranks_alone(tmp_pat
     jobs = [
         monitored(tmp_path / "rl", "rl"),
         monitored(tmp_path / "ps", "ps-trainers"),
-        monitored(tmp_path / "copy", "rl", namePrefix="b-", nameSuffix="-two"),
+        monitored(tmp_path / "copy", "rl", **COPY),
         monitored(tmp_path / "own", "rl", namePrefix="c-", labels=own),
     ]
     for overlay in jobs:
         monitor = overlay.only("PodMonitor")
         selector = monitor["spec"]["selector"]["matchLabels"]
         for other in jobs:
-            selected = {one.name for one in other.sets if selector.items() <= one.labels.items()}
-            assert selected == ({one.name for one in other.sets} if other is overlay else set())
+            assert len(other.selected(selector)) == (len(other.pods) if other is overlay else 0)
         boards = [
             item["metadata"]["name"]
             for item in overlay.of_kind("ConfigMap")
@@ -199,4 +186,4 @@ def test_a_monitored_jobs_objects_are_its_own_and_select_its_ranks_alone(tmp_pat
 def test_further_jobs_bring_neither_alerts_nor_dashboards(tmp_path: Path) -> None:
     overlay = monitored(tmp_path / "one", "rl", "podmonitor")
     assert overlay.only("PodMonitor") == monitored(tmp_path / "all", "rl").only("PodMonitor")
-    assert len(overlay.objects) == len(plain("rl").objects) + 1
+    assert len(overlay.objects) == len(rendering("rl").objects) + 1

@@ -7,7 +7,9 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from tools import page_picture
 from tools.demo import PICTURE, Recording, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,6 +40,11 @@ def test_a_picture_is_small_and_has_no_background_of_its_own(path: Path) -> None
     # nothing is loaded from elsewhere
     assert "href" not in path.read_text()
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", path.read_text()))
+
+
+def test_the_pages_picture_is_of_this_page() -> None:
+    with Image.open(page_picture.PICTURE) as picture:
+        assert picture.info.get("page") == page_picture.digest(), "run `python -m tools.page_picture`"
 
 
 @pytest.mark.parametrize("text", [PICTURE.read_text(), draw(RECORDING)], ids=["committed", "drawn"])

@@ -14,8 +14,8 @@ import yaml
 
 from tests import commands
 from tests.contracts.containers import ROOT
-from tests.contracts.jobs import ENDING, ending
-from tests.contracts.manifests import K8S, Object, extended, overlay
+from tests.contracts.manifests import K8S, extended, rendering
+from tools.jobs import Object
 
 NAME = "registry.example/team/rolecall"
 DIGESTS = {"cpu": f"sha256:{'a' * 64}", "cuda": f"sha256:{'b' * 64}"}
@@ -33,11 +33,9 @@ printf '{{"containerimage.digest": "{digest}"}}' > "$2"
 
 
 def push(folder: Path, torch: str, image: str = NAME) -> subprocess.CompletedProcess[str]:
-    (folder / "docker").write_text(DOCKER.format(folder=folder, digest=DIGESTS[torch]))
-    (folder / "docker").chmod(0o755)
+    program = commands.stand_in(folder, "docker", script=DOCKER.format(folder=folder, digest=DIGESTS[torch]))
     command = ["make", "--silent", "push", f"IMAGE={image}", f"TORCH={torch}"]
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    return commands.run(command, env=environment)
+    return commands.run(command, env={**os.environ, **program})
 
 
 def test_all_platforms_are_pushed_at_once_with_an_sbom(tmp_path: Path) -> None:
@@ -68,10 +66,6 @@ def images(value: Any) -> Iterator[str]:
             yield from images(item)
 
 
-def rendered(folder: str) -> list[Object]:
-    return (ending if folder in ENDING else overlay)(folder).objects
-
-
 def named(objects: list[Object]) -> dict[tuple[str, str], list[str]]:
     """Every image that manifests name, by object."""
     return {(item["kind"], item["metadata"]["name"]): list(images(item)) for item in objects}
@@ -86,10 +80,10 @@ def test_the_printed_lines_replace_every_image(tmp_path: Path, kind: str) -> Non
     objects = extended(tmp_path, K8S, resources=folders, images=lines)
     before = {}
     for folder in KINDS[kind]:
-        of_folder = named(rendered(folder))
+        of_folder = named(rendering(folder).objects)
         assert [image for each in of_folder.values() for image in each], folder
         before |= of_folder
-    assert len(objects) == sum(len(rendered(folder)) for folder in KINDS[kind])
+    assert len(objects) == sum(len(rendering(folder).objects) for folder in KINDS[kind])
     digests = {f"rolecall:{torch}": digest for torch, digest in DIGESTS.items()}
     assert named(objects) == {name: [f"{NAME}@{digests[image]}" for image in given] for name, given in before.items()}
 

@@ -28,8 +28,7 @@ from torch.distributed import PrefixStore, TCPStore, rpc
 
 from rolecall.context.context import Context
 from rolecall.declare.task import Peer
-from rolecall.torch_rpc.connect import connect
-from rolecall.torch_rpc.distributed import Torch
+from rolecall.torch_rpc.distributed import Torch, connect
 from rolecall.torch_rpc.failures import is_lost
 from tests.context.contexts import AGENT, JOB, ONE, TWO, make
 from tests.contracts import torch_light

@@ -1,5 +1,5 @@
-"""Trains with what `lighten` makes of torch's optimizers and of DDP, then with the usual ones, and prints a line:
-whether the compiler was imported by then, whether DDP is its own again, whether both compute the same, and what a
+"""Trains with what `skip_dynamo_import` makes of torch's optimizers and of DDP, then with the usual ones, and prints a
+line: whether the compiler was imported by then, whether DDP is its own again, whether both compute the same, and what a
 compiled function returns.
 
 It runs in a process of its own: torch_errors.py forks it, from one that has imported no compiler.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rolecall.context.eager import lighten
+from rolecall.context.eager import skip_dynamo_import
 
 DEADLINE = 100  # seconds; a fail-safe: the compiler's import takes several on a busy machine
 
@@ -60,7 +60,7 @@ def replicate() -> torch.Tensor:
 def main() -> None:
     signal.alarm(DEADLINE)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    lighten()
+    skip_dynamo_import()
     light = [train(make) for make in MAKERS] + [replicate()]
     imported = "torch._dynamo" in sys.modules
     compiler = importlib.import_module("torch._dynamo.utils")

@@ -147,7 +147,9 @@ def test_variables_count_too_and_flags_win(
 ) -> None:
     monkeypatch.setenv("POINTS", "11")
     monkeypatch.setenv("SAMPLERS", "3")
+    Path("pi.py").write_text("print('hello')\n" + PI)
     job = asked(["--samplers", "4"])
+    assert capfd.readouterr() == ("", "hello\n")  # what a file prints is no description
     assert (job.settings["points"], job.settings["samplers"], job.flags) == (11, 4, {"SAMPLERS": "4"})
 
 
@@ -202,13 +204,6 @@ def test_a_file_whose_import_ends_the_process_or_takes_for_ever(monkeypatch: pyt
     monkeypatch.setattr(describe, "DEADLINE", 0.05)
     with pytest.raises(UsageError, match=r"^JOB=pi\.py: its import took over 0\.05 s$"):
         describe.ask("pi.py")
-
-
-def test_what_a_file_prints_is_no_description(asked: Asked, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("pi.py").write_text("print('hello')\n" + PI)
-    assert asked().name == "pi"
-    output = capfd.readouterr()
-    assert (output.out, output.err) == ("", "hello\n")
 
 
 def test_a_list_has_no_flag() -> None:

@@ -202,21 +202,16 @@ def test_an_error_of_a_module_is_a_line(tmp_path: Path, target: str) -> None:
         ("queue.py", "a module 'queue' exists already; rename the file"),
         ("rolecall.py", "a module 'rolecall' exists already; rename the file"),
         ("joblib.py", "a module 'joblib' exists already; rename the file"),  # whether it is imported or not
+        ("circle.py", "a module 'circle' exists already; rename the file"),  # another file's
     ],
 )
 def test_a_file_that_cannot_be_a_module_of_its_name_is_refused(name: str, says: str) -> None:
+    write("one/circle.py", JOB)
+    loader.load("one/circle.py")
     write(name, JOB)
     with pytest.raises(UsageError) as refused:
         loader.load(f"./{name}")
     assert str(refused.value) == f"{name}: {says}"
-
-
-def test_a_file_of_the_name_of_another_is_refused() -> None:
-    write("one/circle.py", JOB)
-    write("two/circle.py", JOB)
-    loader.load("one/circle.py")
-    with pytest.raises(UsageError, match=r"^circle\.py: a module 'circle' exists already; rename the file$"):
-        loader.load("two/circle.py")
 
 
 @pytest.mark.parametrize(
@@ -238,12 +233,6 @@ def test_a_target_without_a_job_is_refused(target: str, says: str) -> None:
     with pytest.raises(UsageError) as refused:
         registry.get(target)
     assert str(refused.value).startswith(says)
-
-
-def test_an_interrupt_is_no_error_of_the_file() -> None:
-    write("circle.py", "raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
-        loader.load("circle.py")
 
 
 # ---- tracebacks
@@ -275,25 +264,6 @@ def test_a_traceback_begins_with_the_users_frames() -> None:
     assert loader.with_place(failure) == "environment 3 fell over (circle.py:5)"
 
 
-def test_a_traceback_of_ours_alone_stays() -> None:
-    with pytest.raises(UsageError) as raised:
-        registry.get("chess")
-    error = raised.value
-    assert error.__traceback__ is not None
-    error.__traceback__ = error.__traceback__.tb_next
-    assert "registry.py" in loader.users_traceback(error)
-
-
-def test_a_built_in_jobs_frames_are_not_cut() -> None:
-    code = compile("def run(): raise ValueError('x')", str(loader.PACKAGE / "jobs" / "rl" / "agent.py"), "exec")
-    scope: dict[str, object] = {}
-    exec(code, scope)
-    with pytest.raises(ValueError, match="x") as raised:
-        scope["run"]()  # type: ignore[operator]
-    raised.value.__traceback__ = raised.value.__traceback__.tb_next  # type: ignore[union-attr]
-    assert "jobs/rl/agent.py" in loader.users_traceback(raised.value)
-
-
 def test_what_a_peer_raised_is_told_once() -> None:
     raised = ValueError("x is wrong")
     raised.__cause__ = RemoteTraceback(
@@ -305,18 +275,3 @@ def test_what_a_peer_raised_is_told_once() -> None:
     assert text.startswith('Traceback (most recent call last):\n  File "pi.py", line 7, in f\n')
     assert text.count("\nValueError: x is wrong\n") == 1
     assert text.endswith("w_0 raised ValueError: x is wrong\n")
-
-
-def test_a_long_traceback_keeps_its_end() -> None:
-    write(
-        "circle.py",
-        "def lead(n):\n    if n:\n        helper(n)\n    raise ValueError('the end')\n"
-        + "x = 1\n" * 3
-        + "def helper(n):\n    lead(n - 1)\n",
-    )
-    module = loader.load("circle.py")
-    with pytest.raises(ValueError, match="the end") as raised:
-        module.lead(200)
-    text = loader.users_traceback(raised.value)
-    assert len(text) <= 8000
-    assert text.endswith("ValueError: the end\n")

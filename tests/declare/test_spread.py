@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,20 @@ from rolecall import Context
 from rolecall.jobs.rl.messages import Episode
 from rolecall.jobs.rl.score import MEAN_EPISODES, Score
 from rolecall.record import history
-from rolecall.record.history import History
+from rolecall.record.history import History, Point, Row, Start
 from tests.context.contexts import Supervisor
-from tests.record.test_history import again, generation
+from tests.record.histories import journal
+
+NAMES = ("score", "score_low", "score_high")
 
 
-def scored(step: int, at: float, value: float, low: float, high: float) -> list[history.Record]:
-    """What a worker sends of a score and its spread."""
-    return [("score", step, at, value), ("low", step, at + 1e-5, low), ("high", step, at + 2e-5, high)]
+def scored(step: int, at: float, value: float, low: float, high: float, late: float = 0.0) -> list[Row]:
+    """What a worker sends of a score and its spread; `late`, as where another process computes meanwhile."""
+    return [
+        Point("score", step, value, at),
+        Point("score_low", step, low, at + 1e-5 + late),
+        Point("score_high", step, high, at + 2e-5 + late),
+    ]
 
 
 def band(run: History) -> list[tuple[int, float, float]]:
@@ -35,54 +43,51 @@ def test_a_spread_is_recorded_after_its_score(context: Context[Any], supervisor:
     supervisor.records.clear()
     context.log(1, done=8, score=0.25, spread=(torch.tensor(0.125), 0.5))
     context.log(2, done=9, score=0.5)
+    context.log(3, done=10, spread=(1.0, 2.0))  # without a score there is nothing to spread
     assert supervisor.records == [
         ("score", 1, 0.25),
-        ("low", 1, 0.125),
-        ("high", 1, 0.5),
+        ("score_low", 1, 0.125),
+        ("score_high", 1, 0.5),
         ("done", 1, 8),
         ("score", 2, 0.5),
         ("done", 2, 9),
+        ("done", 3, 10),
     ]
     assert all(type(value) is float for _, _, value in supervisor.records[:3])
-
-
-def test_without_a_score_there_is_nothing_to_spread(context: Context[Any], supervisor: Supervisor) -> None:
-    context.start(0)
-    supervisor.records.clear()
-    context.log(1, done=8, spread=(1.0, 2.0))
-    assert supervisor.records == [("done", 1, 8)]
 
 
 # ---- what is kept
 
 
-def test_it_is_kept_where_its_score_is() -> None:
-    run, rows = History(), []
-    rows += run.record(generation(1, 0, 0.0))
-    for step in range(1, 5001):
-        score, low, high = scored(step, step / 10, float(step), step - 1.0, step + 1.0)
-        late = 0.04 * (step % 3)  # as where another process computes meanwhile
-        rows += run.record([score, (*low[:2], low[2] + late, low[3]), (*high[:2], high[2] + late, high[3])])
-    rows += run.close()
-    for one in (run, again(rows)):
-        steps = [point.step for point in one.curves["score"]]
+def test_it_is_kept_where_its_score_is(tmp_path: Path) -> None:
+    run = journal(tmp_path)
+    run.record([Start(1, 0)])
+    for step in range(1, 20_001):
+        run.record(scored(step, step / 10, float(step), step - 1.0, step + 1.0, late=0.04 * (step % 3)))
+    run.finish()
+    asyncio.run(run.save())
+    rows, _ = history.read_rows(run.path)
+    written = {name: [row.step for row in rows if isinstance(row, Point) and row.name == name] for name in NAMES}
+    assert written["score"] == written["score_low"] == written["score_high"]
+    assert len(written["score"]) < 19_000
+    for read in (run.history, History(rows)):
+        steps = [point.step for point in read.curves["score"]]
         assert len(steps) < 4000
-        assert steps[-1] == 5000
-        assert band(one) == [(step, step - 1.0, step + 1.0) for step in steps]
+        assert band(read) == [(step, step - 1.0, step + 1.0) for step in steps]
 
 
 def test_a_resume_cuts_it_too() -> None:
-    run = History()
-    run.record([*generation(1, 0, 0.0), *scored(1, 1.0, 5.0, 4.0, 6.0), *scored(2, 2.0, 6.0, 5.0, 7.0)])
-    run.record([*generation(2, 1, 100.0), *scored(2, 101.0, 8.0, 7.0, 9.0)])
-    assert band(run) == [(1, 4.0, 6.0), (2, 7.0, 9.0)]
+    run = journal()
+    run.record([Start(1, 0), *scored(1, 1.0, 5.0, 4.0, 6.0), *scored(2, 2.0, 6.0, 5.0, 7.0)])
+    run.record([Start(2, 1), *scored(2, 1.0, 8.0, 7.0, 9.0)])
+    assert band(run.history) == [(1, 4.0, 6.0), (2, 7.0, 9.0)]
 
 
-def test_a_bound_that_is_no_number_leaves_its_step_out() -> None:
-    run = History()
-    run.record([*generation(1, 0, 0.0), *scored(1, 1.0, 5.0, math.nan, 6.0), *scored(2, 2.0, 6.0, 5.0, 7.0)])
-    assert band(run) == [(2, 5.0, 7.0)]
-    assert [point.step for point in run.curves["score"]] == [1, 2]
+def test_a_bound_that_is_no_number_leaves_its_step_out(context: Context[Any], supervisor: Supervisor) -> None:
+    context.start(0)
+    supervisor.records.clear()
+    context.log(1, score=5.0, spread=(math.nan, 6.0), temperature=math.inf)
+    assert supervisor.records == [("score", 1, 5.0), ("score_high", 1, 6.0)]
 
 
 # ---- over the observers of `rl`

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.contracts.jobs import Ending
-from tests.contracts.manifests import Overlay
+from tests.contracts.manifests import Rendering
 from tests.e2e.containers import IMAGE, PACED, ROOT, Project
 from tests.e2e.pods import JobPods, Pods
 from tests.integration import cluster
@@ -60,8 +59,10 @@ def started() -> Iterator[Started]:
     """A factory of started pods, gone afterwards."""
     everyone: list[Pods] = []
 
-    def start(overlay: Overlay, folder: Path | None = None, secret: bool = True, beside: Pods | None = None) -> Pods:
-        everyone.append(Pods(overlay, folder, secret, beside))
+    def start(
+        rendering: Rendering, folder: Path | None = None, secret: bool = True, beside: Pods | None = None
+    ) -> Pods:
+        everyone.append(Pods(rendering, folder, secret, beside))
         _open.append(everyone[-1])
         everyone[-1].start()
         return everyone[-1]
@@ -77,8 +78,8 @@ def job_pods() -> Iterator[StartedJob]:
     """A factory of started pods of Jobs, gone afterwards."""
     everyone: list[JobPods] = []
 
-    def start(ending: Ending, secret: bool = True) -> JobPods:
-        everyone.append(JobPods(ending, secret))
+    def start(rendering: Rendering, secret: bool = True) -> JobPods:
+        everyone.append(JobPods(rendering, secret))
         _open.append(everyone[-1])
         everyone[-1].start()
         return everyone[-1]

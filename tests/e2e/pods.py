@@ -8,11 +8,9 @@ import secrets
 import tempfile
 from pathlib import Path
 
-import yaml
-
-from tests.contracts.jobs import Ending, Part
-from tests.contracts.manifests import K8S, Object, Overlay, RankSet, render
+from tests.contracts.manifests import K8S, Ranks, Rendering, layer
 from tests.e2e.containers import DISK, IMAGE, ROOT, TESTS, Container, docker
+from tools.jobs import render
 
 _numbers = itertools.count()
 SCRATCH = "rw,noexec,nosuid,nodev,mode=1777"  # as the engine gives a pod's memory volume
@@ -43,29 +41,13 @@ with socket.create_server(("", port), backlog=1024) as server:
 """
 
 
-def rendered_with(directory: Path, job: str, prefix: str = "", **settings: str) -> list[Object]:
-    """The objects of a job's folder with further settings, made as a user makes them."""
-    directory.mkdir(exist_ok=True)
+def rendered_with(directory: Path, job: str, prefix: str = "", **settings: str) -> Rendering:
+    """A job's folder with further settings, as a user extends it."""
     name = render(K8S / job)[0]["metadata"]["name"].rpartition("-")[0]
     literals = [f"{key}={value}" for key, value in settings.items()]
-    kustomization: Object = {
-        "resources": [os.path.relpath(K8S / job, directory)],
-        "configMapGenerator": [{"name": name, "behavior": "merge", "literals": literals}] if literals else [],
-    }
-    if prefix:
-        kustomization["namePrefix"] = prefix
-    (directory / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    return render(directory)
-
-
-def overlay_with(directory: Path, job: str, prefix: str = "", **settings: str) -> Overlay:
-    """A job's StatefulSets with further settings."""
-    return Overlay(job, rendered_with(directory, job, prefix, **settings))
-
-
-def ending_with(directory: Path, job: str, **settings: str) -> Ending:
-    """A job's Indexed Jobs with further settings."""
-    return Ending(job, rendered_with(directory, job, **settings))
+    settings_map = [{"name": name, "behavior": "merge", "literals": literals}] if literals else []
+    layer(directory, K8S / job, configMapGenerator=settings_map, namePrefix=prefix)
+    return Rendering(job, render(directory))
 
 
 def config_map(directory: Path, *files: Path) -> Path:
@@ -113,14 +95,14 @@ class Engine:
         place = ["--name", name, "--label", f"pods={self.name}", "--network", self.network]
         docker("run", "--detach", *place, "--entrypoint", program, IMAGE, *arguments)
 
-    def write_secret(self, ranks: RankSet | Part) -> None:
+    def write_secret(self, ranks: Ranks) -> None:
         """The token, with the mode of the pods' volume and for their group, as a kubelet writes it."""
         (mode,) = {volume["secret"]["defaultMode"] for volume in ranks.pod["volumes"] if "secret" in volume}
         volume(self.secret, {"JOB_TOKEN": self.token}, mode, ranks.pod["securityContext"]["fsGroup"])
 
     def run(
         self,
-        ranks: RankSet | Part,
+        ranks: Ranks,
         container_name: str,
         host: str,
         environment: dict[str, str],
@@ -203,31 +185,31 @@ class Engine:
 
 
 class Pods(Engine):
-    """The pods of one overlay's StatefulSets. `folder` is what their volume of a ConfigMap holds. Their Secret has a
+    """The pods of StatefulSets. `folder` is what their volume of a ConfigMap holds. Their Secret has a
     token unless there is none yet."""
 
     def __init__(
-        self, overlay: Overlay, folder: Path | None = None, secret: bool = True, beside: Engine | None = None
+        self, rendering: Rendering, folder: Path | None = None, secret: bool = True, beside: Engine | None = None
     ) -> None:
         super().__init__(folder, beside)
-        self.overlay = overlay
+        self.rendering = rendering
         if secret:
             self.create_secret()
 
     def start(self) -> None:
         """All at once: podManagementPolicy is Parallel."""
-        for ranks in self.overlay.sets:
+        for ranks in self.rendering.ranks:
             for pod in ranks.pods:
                 self.create(ranks, pod)
 
     def create_secret(self) -> None:
-        self.write_secret(self.overlay.first)
+        self.write_secret(self.rendering.first)
 
-    def create(self, ranks: RankSet, pod: str, slow_disk: Path | None = None, **changed: str) -> Container:
+    def create(self, ranks: Ranks, pod: str, slow_disk: Path | None = None, **changed: str) -> Container:
         """A pod, and its claims where it has not had them before. `changed` are variables of a pod that is not as
         rendered."""
-        environment = {**ranks.environment_of(pod), **changed}
-        first = pod == self.overlay.first.pods[0]
+        environment = {**ranks.environment(int(pod.rpartition("-")[2])), **changed}
+        first = pod == self.rendering.first.pods[0]
         return self.run(ranks, f"{self.name}-{pod}", pod, environment, "always", first, slow_disk)
 
     def delete(self, pod: str) -> None:
@@ -240,11 +222,11 @@ class Pods(Engine):
 
     @property
     def rank0(self) -> Container:
-        return self.pod(self.overlay.first.pods[0])
+        return self.pod(self.rendering.first.pods[0])
 
     def passes(self, probe: str) -> bool:
         """Whether every pod passes its `probe`, by the name that the template gives it."""
-        paths = {pod: ranks.container[probe]["httpGet"]["path"] for ranks in self.overlay.sets for pod in ranks.pods}
+        paths = {pod: ranks.container[probe]["httpGet"]["path"] for ranks in self.rendering.ranks for pod in ranks.pods}
         return all(self.answers(pod, path) for pod, path in paths.items())
 
     def answers(self, pod: str, path: str) -> bool:
@@ -258,11 +240,11 @@ class Pods(Engine):
 class JobPods(Engine):
     """The pods of Indexed Jobs, with the rules of their manifests: `reconcile` does what the Jobs' controller would."""
 
-    def __init__(self, ending: Ending, secret: bool = True) -> None:
+    def __init__(self, rendering: Rendering, secret: bool = True) -> None:
         super().__init__(None, None)
-        self.ending = ending
+        self.rendering = rendering
         if secret:
-            self.write_secret(ending.first)
+            self.write_secret(rendering.first)
         self._pods: dict[tuple[str, int], Container] = {}  # the newest of each index
         self._crashes: dict[tuple[str, int], int] = {}
         self._evicted: set[str] = set()  # containers
@@ -270,26 +252,26 @@ class JobPods(Engine):
         self.failed: dict[str, str] = {}  # Jobs, and why
 
     def start(self) -> None:
-        for part in self.ending.parts:
+        for part in self.rendering.ranks:
             for index in range(part.count):
                 self._create(part, index)
 
-    def _create(self, part: Part, index: int) -> None:
+    def _create(self, part: Ranks, index: int) -> None:
         name = f"{self.name}-{part.host(index)}-{next(_numbers)}"  # a random suffix, in a cluster
-        first = (part.name, index) == (self.ending.first.name, 0)
-        self._pods[part.name, index] = self.run(part, name, part.host(index), part.variables(index), "no", first)
+        first = (part.name, index) == (self.rendering.first.name, 0)
+        self._pods[part.name, index] = self.run(part, name, part.host(index), part.environment(index), "no", first)
 
-    def pod(self, part: Part, index: int) -> Container:
+    def pod(self, part: Ranks, index: int) -> Container:
         return self._pods[part.name, index]
 
-    def evict(self, part: Part, index: int) -> None:
+    def evict(self, part: Ranks, index: int) -> None:
         """SIGTERM, and the pod's condition DisruptionTarget."""
         self._evicted.add(self.pod(part, index).name)
         docker("stop", self.pod(part, index).name)
 
     def reconcile(self) -> None:
         """Replaces failed pods, and counts: by the Jobs' policies."""
-        for part in self.ending.parts:
+        for part in self.rendering.ranks:
             for index in range(part.count):
                 key = part.name, index
                 state = self._pods[key].state
@@ -312,7 +294,7 @@ class JobPods(Engine):
                 self._create(part, index)
 
     @staticmethod
-    def _action(part: Part, evicted: bool, code: int) -> str:
+    def _action(part: Ranks, evicted: bool, code: int) -> str:
         """Of the first rule of the Job's podFailurePolicy that matches."""
         for rule in part.spec["podFailurePolicy"]["rules"]:
             conditions = rule.get("onPodConditions", [])
@@ -328,4 +310,4 @@ class JobPods(Engine):
         """Whether every Job has the condition Complete."""
         self.reconcile()
         assert not self.failed, self.failed
-        return len(self.succeeded) == sum(part.count for part in self.ending.parts)
+        return len(self.succeeded) == sum(part.count for part in self.rendering.ranks)

@@ -17,7 +17,7 @@ from tests.e2e.containers import (
     Project,
     docker,
 )
-from tests.e2e.pods import config_map, overlay_with
+from tests.e2e.pods import config_map, rendered_with
 from tests.integration.cluster import until
 
 PI = ROOT / "examples" / "pi.py"
@@ -100,10 +100,10 @@ def test_a_program_that_thinks_it_is_alone_on_a_machine_runs_in_three_containers
 def test_pods_run_a_file_of_a_config_map(started: Started, tmp_path: Path, name: str) -> None:
     settings = QUICK if name == "job" else {"SCRIPT": "/script/circle.py"}
     files = [PI] if name == "job" else [PROGRAMS / "circle.py", PROGRAMS / "beside.py"]
-    pods = started(overlay_with(tmp_path / "overlay", name, **settings), folder=config_map(tmp_path / "map", *files))
+    pods = started(rendered_with(tmp_path / "overlay", name, **settings), folder=config_map(tmp_path / "map", *files))
     until(lambda: pods.passes("startupProbe"), "every pod started", DEADLINE)
     until(pods.finished, "the end", DEADLINE)
-    everyone = [pods.pod(pod) for ranks in pods.overlay.sets for pod in ranks.pods]
+    everyone = [pods.pod(pod) for ranks in pods.rendering.ranks for pod in ranks.pods]
     if name == "job":
         assert [place(one) for one in everyone] == [("lead", "0"), ("sampler", "0"), ("sampler", "1")]
     else:
@@ -111,6 +111,6 @@ def test_pods_run_a_file_of_a_config_map(started: Started, tmp_path: Path, name:
         assert [place(one) for one in everyone] == [("rank", str(number)) for number in range(3)]
     # a deleted pod knows from rank 0 that there is nothing to do
     pods.delete(everyone[2].name.removeprefix(f"{pods.name}-"))
-    pods.create(pods.overlay.sets[0], pods.overlay.sets[0].pods[2])
+    pods.create(pods.rendering.ranks[0], pods.rendering.ranks[0].pods[2])
     until(lambda: "lingering" in everyone[2].logs(), "the deleted pod lingers again", DEADLINE)
     assert [one.restarts for one in everyone] == [0] * 3

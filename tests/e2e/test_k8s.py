@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import ENDLESS, Started, StartedJob
 from tests.e2e.containers import DEADLINE, docker
-from tests.e2e.pods import ending_with, overlay_with
+from tests.e2e.pods import rendered_with
 from tests.integration.cluster import until
 
 SHORT = {  # what makes a job's run a short one; the rest is as rendered
@@ -24,19 +24,19 @@ LONG = 240.0  # of a job's whole run: a fail-safe
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("job", SHORT)
 def test_a_job_runs_until_it_has_finished_and_stays_so(started: Started, tmp_path: Path, job: str) -> None:
-    overlay = overlay_with(tmp_path, job, **SHORT[job])
+    overlay = rendered_with(tmp_path, job, **SHORT[job])
     pods = started(overlay)
     until(lambda: pods.passes("startupProbe"), "every pod started", DEADLINE)
     until(pods.finished, "the end of the job", LONG)
     until(lambda: pods.passes("livenessProbe"), "every pod alive after the end", DEADLINE)
-    everyone = [pods.pod(pod) for ranks in overlay.sets for pod in ranks.pods]
+    everyone = [pods.pod(pod) for ranks in overlay.ranks for pod in ranks.pods]
     # others than rank 0 learn of the end from it
     until(
-        lambda: not any(pods.answers(pod, "/readyz") for ranks in overlay.sets for pod in ranks.pods), "none is ready"
+        lambda: not any(pods.answers(pod, "/readyz") for ranks in overlay.ranks for pod in ranks.pods), "none is ready"
     )
     until(lambda: pods.rank0.metric("gang_generations_total") >= 1, "rank 0's account of the run")
     # a pod is always started again, and none of them begins anew; rank 0 knows it from its volume, others from rank 0
-    for ranks in overlay.sets:
+    for ranks in overlay.ranks:
         pods.delete(ranks.pods[0])
         pods.create(ranks, ranks.pods[0])
     until(lambda: all("lingering" in one.logs() for one in everyone), "everyone lingers", DEADLINE)
@@ -49,8 +49,8 @@ def test_a_job_runs_until_it_has_finished_and_stays_so(started: Started, tmp_pat
 
 @pytest.mark.timeout(600)
 def test_pods_without_the_secret_say_how_it_is_made_and_start_once_it_is(started: Started, tmp_path: Path) -> None:
-    pods = started(overlay_with(tmp_path, "rnn", **SHORT["rnn"]), secret=False)
-    everyone = [pods.pod(pod) for ranks in pods.overlay.sets for pod in ranks.pods]
+    pods = started(rendered_with(tmp_path, "rnn", **SHORT["rnn"]), secret=False)
+    everyone = [pods.pod(pod) for ranks in pods.rendering.ranks for pod in ranks.pods]
     for one in everyone:
         until(lambda one=one: one.restarts >= 1, f"{one.name} to be started again")
         lines = set(one.logs().splitlines())
@@ -61,8 +61,8 @@ def test_pods_without_the_secret_say_how_it_is_made_and_start_once_it_is(started
 
 
 def test_pods_are_scaled_and_deleted_while_it_trains(started: Started, tmp_path: Path) -> None:
-    pods = started(overlay_with(tmp_path, "rl", **ENDLESS))
-    agent, observer = pods.overlay.sets
+    pods = started(rendered_with(tmp_path, "rl", **ENDLESS))
+    agent, observer = pods.rendering.ranks
     until(lambda: pods.rank0.metric("step") > 0, "a first step", DEADLINE)
     for number in (2, 3):
         pods.create(observer, f"observer-{number}")
@@ -82,12 +82,12 @@ def test_pods_are_scaled_and_deleted_while_it_trains(started: Started, tmp_path:
 
 def test_two_copies_side_by_side_and_a_rank_0_that_moves_to_a_slow_disk(started: Started, tmp_path: Path) -> None:
     """On one network, with one token. No answer of DNS ever changes, as if each were cached."""
-    one = started(overlay_with(tmp_path / "one", "rl", **ENDLESS))
-    two = started(overlay_with(tmp_path / "two", "rl", prefix="b-", **ENDLESS), beside=one)
+    one = started(rendered_with(tmp_path / "one", "rl", **ENDLESS))
+    two = started(rendered_with(tmp_path / "two", "rl", prefix="b-", **ENDLESS), beside=one)
     for pods in (one, two):
         until(lambda pods=pods: pods.rank0.metric("step") > 0, "a first step", DEADLINE)
     generations = two.rank0.metric("gang_generations_total")
-    agent, observer = one.overlay.sets
+    agent, observer = one.rendering.ranks
     before = one.rank0.address(one.network)
     one.delete(agent.pods[0])
     taken = one.run_idle()
@@ -123,8 +123,8 @@ def test_two_copies_side_by_side_and_a_rank_0_that_moves_to_a_slow_disk(started:
 
 
 def test_a_job_ends_whoever_is_evicted_or_crashes(job_pods: StartedJob, tmp_path: Path) -> None:
-    pods = job_pods(ending_with(tmp_path, "rl-indexed", **ENDLESS | {"MAX_ITERATIONS": "200"}))
-    agent, observer = pods.ending.parts
+    pods = job_pods(rendered_with(tmp_path, "rl-indexed", **ENDLESS | {"MAX_ITERATIONS": "200"}))
+    agent, observer = pods.rendering.ranks
     until(lambda: pods.pod(agent, 0).metric("checkpoint_seconds_count") > 0, "a checkpoint", DEADLINE)
     pods.evict(agent, 0)
     assert pods.pod(agent, 0).state["ExitCode"] == 143  # 0 would be the end of the Job
@@ -136,7 +136,7 @@ def test_a_job_ends_whoever_is_evicted_or_crashes(job_pods: StartedJob, tmp_path
 
 
 def test_bad_input_fails_a_job_at_once(job_pods: StartedJob, tmp_path: Path) -> None:
-    pods = job_pods(ending_with(tmp_path, "rnn-indexed"), secret=False)
+    pods = job_pods(rendered_with(tmp_path, "rnn-indexed"), secret=False)
     until(lambda: pods.reconcile() or len(pods.failed) == 2, "both Jobs to fail", DEADLINE)
     assert set(pods.failed.values()) == {"index 0 ended with 2"}
     assert pods.running() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def write(
 
 def _shard(place: Path, name: str, rows: Mapping[str, Rows]) -> shardfile.ShardFile:
     blocks = [part.contiguous().view(torch.uint8).reshape(-1) for each in rows.values() for part in each.tensors]
-    return shardfile.write(place, name, {tensor: Column.of(each) for tensor, each in rows.items()}, blocks)
+    columns = {tensor: Column.of(each) for tensor, each in rows.items()}
+    return shardfile.write(name, columns, blocks, partial(shardfile.write_piece, place / name))
 
 
 def noisy(module: nn.Module) -> nn.Module:

@@ -168,17 +168,6 @@ def test_an_option_cannot_be_one_of_the_commands_arguments(evaluated: Evaluate) 
     assert (code, out, err) == (USAGE, "", "rolecall: pi: --json means something else; choose another name\n")
 
 
-@pytest.mark.parametrize("words", [[], ["--checkpoint", "run"], ["pi.py"]])
-def test_job_and_checkpoint_are_required(
-    evaluated: Evaluate, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    evaluated("return {}")
-    with pytest.raises(SystemExit) as ended:
-        __main__.main(["eval", *words])
-    assert ended.value.code == USAGE
-    assert "the following arguments are required: " in capsys.readouterr().err
-
-
 # ---- what is refused
 
 

@@ -301,7 +301,8 @@ REFUSED = {
         (
             "safetensors",
             {"change": "model.register_buffer('z', torch.zeros(2, dtype=torch.complex128))"},
-            "--format safetensors: cannot hold tensors of torch.complex128",
+            "--format safetensors: the model of line cannot be exported (KeyError: torch.complex128); give another "
+            "format, or change the module",
         ),
     ],
 )

@@ -22,7 +22,6 @@ from torch import nn
 from rolecall import __main__
 from rolecall.checkpoint import checkpoint
 from rolecall.checkpoint.checkpoint import Checkpoints
-from rolecall.errors import USAGE
 from rolecall.jobs.hybrid import HybridSettings
 from rolecall.jobs.hybrid import evaluate as of_hybrid
 from rolecall.jobs.hybrid.table import Bags
@@ -89,16 +88,6 @@ def test_ps_is_put_together_from_its_servers_shards(capsys: pytest.CaptureFixtur
     np.testing.assert_allclose(onnx("ps.onnx")({"inputs": images.numpy()})["scores"], expected, rtol=1e-4, atol=1e-4)
     assert card("ps.onnx")["licence_of_the_data"].startswith("CC BY 4.0")
     assert card("ps.onnx")["extra"]["normalisation"].keys() == {"mean", "std"}
-
-
-def test_a_lost_shard_of_ps_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    path = exports.ps(Path("run"))
-    (lost,) = Path("run").glob("shards/*/model-1.safetensors")
-    lost.unlink()
-    assert export("ps", path, "torch") == USAGE
-    assert capsys.readouterr().err == (
-        f"rolecall: {path.name}: model-1.safetensors cannot be read: No such file or directory\n"
-    )
 
 
 # ---- rl
@@ -203,15 +192,6 @@ def test_rnn_is_one_module_for_texts_of_any_length() -> None:
         answer = run({"tokens": tokens.numpy(), "hidden": hidden.numpy(), "cell": cell.numpy()})
         np.testing.assert_allclose(answer["logits"], expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(answer["next_hidden"], after, rtol=1e-4, atol=1e-5)
-
-
-def test_another_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    path = exports.rnn(Path("run"), Path("text.txt"))
-    Path("text.txt").write_text("another text, as long as it is\n" * 90)
-    assert export("rnn", path, "torch") == USAGE
-    assert capsys.readouterr().err == (
-        f"rolecall: CORPUS={Path('text.txt')}: the text is not the one that the checkpoint was trained on\n"
-    )
 
 
 # ---- hybrid

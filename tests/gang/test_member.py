@@ -62,82 +62,66 @@ def after(action: Action, worker: WorkerStatus) -> WorkerStatus:
     return worker
 
 
-def test_a_worker_is_started_once_a_generation() -> None:
+LEFT = WorkerStatus(1, "ready", "lost")  # it was detached because rank 0 was silent
+FAILED_TO_LOAD = WorkerStatus(1, "ended", "failed", join=1)
+# by what happens: directives in their order, the worker's status at each, and what the member does then
+Script = tuple[tuple[str, dict[str, Any], WorkerStatus, list[str]], ...]
+ACTIONS: dict[str, Script] = {
+    "a worker is started once a generation": (
+        ("run", {"generation": 1}, NONE, ["start"]),
+        ("run", {"generation": 1}, WorkerStatus(1, "ended"), ["update"]),
+        ("run", {"generation": 2}, WorkerStatus(1, "running"), ["end", "start"]),
+        ("stop", {}, WorkerStatus(2, "running"), ["end"]),
+    ),
+    "one that stays is attached to the next generation": (
+        ("run", {"generation": 1, "stays": True}, NONE, ["start"]),
+        ("run", {"generation": 2, "stays": True}, WorkerStatus(1, "running"), ["detach", "attach"]),
+        ("run", {"generation": 2, "stays": True, "join": 3}, WorkerStatus(2, "running"), ["detach", "attach"]),
+        (
+            "run",
+            {"generation": 2, "stays": True, "join": 3, "lost": (("observer", 1),)},
+            WorkerStatus(2, "running", join=3),
+            ["update"],
+        ),
+        ("run", {"generation": 3, "stays": True}, WorkerStatus(2, "ended", "killed", join=3), ["start"]),
+    ),
+    "one that loads joins later": (
+        ("load", {"generation": 1, "join": 1}, NONE, ["load"]),
+        ("load", {"generation": 1, "join": 2}, WorkerStatus(1, "loading", join=1), ["update"]),
+        (
+            "run",
+            {"generation": 1, "join": 2, "stays": True, "drain": True},
+            WorkerStatus(1, "ready", join=2),
+            ["attach", "update"],
+        ),
+    ),
+    "one that failed to load is not loaded again for the same part": (
+        ("load", {"generation": 1, "join": 1}, NONE, ["load"]),
+        ("load", {"generation": 1, "join": 1}, FAILED_TO_LOAD, ["update"]),
+        ("load", {"generation": 1, "join": 2}, FAILED_TO_LOAD, ["load"]),
+    ),
+    "one that left is not attached to the same part, though a directive about others comes before the gang knows": (
+        ("run", {"generation": 1, "stays": True}, NONE, ["start"]),
+        ("run", {"generation": 1, "stays": True, "lost": (("observer", 1),)}, LEFT, ["update"]),
+        ("run", {"generation": 1, "stays": True, "join": 1}, LEFT, ["attach"]),
+    ),
+    "one that is attached is detached to load or on request, and ended by a stop": (
+        ("run", {"generation": 1, "stays": True}, NONE, ["start"]),
+        ("load", {"generation": 1, "join": 1}, WorkerStatus(1, "running"), ["detach", "update"]),
+        ("detach", {}, WorkerStatus(1, "running"), ["detach"]),
+        ("detach", {}, WorkerStatus(1, "ready", "stopped"), ["update"]),
+        ("stop", {}, WorkerStatus(1, "ready", "stopped"), ["end"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("script", ACTIONS.values(), ids=ACTIONS)
+def test_what_a_member_does_with_its_worker(script: Script) -> None:
     member = make()
     assert carry_out(member, NONE) == []
-    receive(member, "run", 2, 1)
-    assert carry_out(member, NONE) == ["start"]
-    receive(member, "run", 3, 1)
-    assert carry_out(member, WorkerStatus(1, "ended")) == ["update"]
-    receive(member, "run", 4, 2)
-    assert carry_out(member, WorkerStatus(1, "running")) == ["end", "start"]
-    receive(member, "stop", 5)
-    assert carry_out(member, WorkerStatus(2, "running")) == ["end"]
-
-
-# ---- workers that stay
-
-
-def test_worker_that_stays_is_attached_to_the_next_generation() -> None:
-    member = make()
-    receive(member, "run", 2, 1, stays=True)
-    assert carry_out(member, NONE) == ["start"]
-    receive(member, "run", 3, 2, stays=True)
-    assert carry_out(member, WorkerStatus(1, "running")) == ["detach", "attach"]
-    receive(member, "run", 4, 2, stays=True, join=3)
-    assert carry_out(member, WorkerStatus(2, "running")) == ["detach", "attach"]
-    receive(member, "run", 5, 2, stays=True, join=3, lost=(("observer", 1),))
-    assert carry_out(member, WorkerStatus(2, "running", join=3)) == ["update"]
-    receive(member, "run", 6, 3, stays=True)
-    assert carry_out(member, WorkerStatus(2, "ended", "killed", join=3)) == ["start"]
-
-
-@pytest.mark.parametrize("state", ["loading", "ready"])
-def test_worker_is_loaded_and_joins_later(state: Any) -> None:
-    member = make()
-    receive(member, "load", 2, 1, join=1)
-    assert carry_out(member, NONE) == ["load"]
-    receive(member, "load", 3, 1, join=2)
-    assert carry_out(member, WorkerStatus(1, state, join=1)) == ["update"]
-    receive(member, "run", 4, 1, join=2, stays=True, drain=True)
-    assert carry_out(member, WorkerStatus(1, state, join=2)) == ["attach", "update"]
-
-
-def test_worker_that_failed_to_load_is_not_loaded_again_for_the_same_part() -> None:
-    member = make()
-    receive(member, "load", 2, 1, join=1)
-    carry_out(member, NONE)
-    failed = WorkerStatus(1, "ended", "failed", join=1)
-    receive(member, "load", 3, 1, join=1)
-    assert carry_out(member, failed) == ["update"]
-    receive(member, "load", 4, 1, join=2)
-    assert carry_out(member, failed) == ["load"]
-
-
-def test_worker_that_left_a_generation_is_not_attached_to_the_same_part() -> None:
-    """It was detached because rank 0 was silent; a directive about others comes before the gang knows."""
-    member = make()
-    receive(member, "run", 2, 1, stays=True)
-    carry_out(member, NONE)
-    left = WorkerStatus(1, "ready", "lost")
-    receive(member, "run", 3, 1, stays=True, lost=(("observer", 1),))
-    assert carry_out(member, left) == ["update"]
-    receive(member, "run", 4, 1, stays=True, join=1)
-    assert carry_out(member, left) == ["attach"]
-
-
-def test_attached_worker_is_detached_to_load_or_on_request_and_ended_by_a_stop() -> None:
-    member, running = make(), WorkerStatus(1, "running")
-    receive(member, "run", 2, 1, stays=True)
-    carry_out(member, NONE)
-    receive(member, "load", 3, 1, join=1)
-    assert carry_out(member, running) == ["detach", "update"]
-    receive(member, "detach", 4)
-    assert carry_out(member, running) == ["detach"]
-    receive(member, "detach", 5)
-    assert carry_out(member, WorkerStatus(1, "ready", "stopped")) == ["update"]
-    receive(member, "stop", 6)
-    assert carry_out(member, WorkerStatus(1, "ready", "stopped")) == ["end"]
+    for epoch, (kind, values, worker, actions) in enumerate(script, 2):
+        receive(member, kind, epoch, **values)
+        assert carry_out(member, worker) == actions
 
 
 @pytest.mark.parametrize("kind", ["run", "load"])

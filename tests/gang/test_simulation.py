@@ -48,10 +48,9 @@ def test_schedules() -> None:
         assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= faults
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_schedules_of_200_ranks(seed: int) -> None:
+def test_a_schedule_of_200_ranks() -> None:
     """RANKS=200 `make simulate` plays more of them."""
-    result = run(seed, ranks=200)
+    result = run(1, ranks=200)
     assert result.generations
 
 

@@ -21,7 +21,7 @@ from rolecall.errors import FAILED, USAGE, UsageError
 from rolecall.gang.protocol import Budget, Effect, Verdict
 from rolecall.rank.coordinator import Coordinator
 from rolecall.record import history, rundir
-from rolecall.record.history import Record
+from rolecall.record.history import Point, Start
 from rolecall.record.rundir import Persisted
 from tests.loops import in_a_loop
 from tests.ports import free_ports
@@ -170,7 +170,7 @@ async def test_a_run_that_is_over_on_disk_has_its_history_there(tmp_path: Path, 
     """A rank 0 that is killed next, before its report, writes the report from that."""
 
     async with rank_0(tmp_path) as lead:
-        lead.files.record([Record("start", 0, 1.0, 1.0), Record("train", 0, 1.0, 0.0), Record("score", 7, 2.0, 0.5)])
+        lead.files.journal.record([Start(1, 0), Point("score", 7, 0.5, 1.0)])
         assert await lead.files.persist(effect)
         assert [point.value for point in history.read(tmp_path).curves["score"]] == [0.5]
 

@@ -206,29 +206,6 @@ def test_a_volume_that_turns_read_only(cluster: MakeCluster, volume: Path) -> No
     job.is_whole()
 
 
-def test_agents_worker_killed(kept: Cluster) -> None:
-    generation, killed = kept.agent.metric("generation"), kept.agent.metric("gang_restarts_total", cause="killed")
-    resumed = kept.agent.appears("resumed")
-    kept.agent.kill_worker()
-    until(lambda: kept.agent.metric("generation") > generation, "the next generation")
-    kept.trains()
-    assert resumed()
-    assert kept.agent.metric("gang_restarts_total", cause="killed") == killed + 1
-    assert kept.members() == 2
-
-
-def test_observer_comes_back_without_a_new_generation(kept: Cluster) -> None:
-    generation, joins = kept.agent.metric("generation"), kept.agent.metric("gang_joins_total")
-    killed = kept.observer(1).metric("worker_restarts_total", cause="killed")
-    kept.observer(1).kill_worker()
-    # counted, not looked at: without it the gang may be for less time than there is between two looks
-    until(lambda: kept.agent.metric("gang_joins_total") > joins, "the observer to be back")
-    until(lambda: kept.members() == 2, "both observers")
-    kept.trains()
-    assert kept.agent.metric("generation") == generation
-    assert kept.observer(1).metric("worker_restarts_total", cause="killed") == killed + 1
-
-
 def test_a_stopped_worker_is_given_up(kept: Cluster) -> None:
     rank = kept.agent
     silent = rank.metric("worker_restarts_total", cause="silent")

@@ -41,9 +41,8 @@ def test_it_ends_after_its_updates(cluster: MakeCluster, staleness: str) -> None
         assert batch["answers"].shape == batch["logprobs"].shape == (2 * 4, 4)
 
 
-@pytest.mark.parametrize("staleness", ["0", "4"])
-def test_it_goes_on_after_kills_of_each_role(cluster: MakeCluster, staleness: str) -> None:
-    job = cluster(**SMALL, TAUGHT="0", UPDATES="1000000", STALENESS=staleness).start(2, described=True)
+def test_it_goes_on_after_kills_of_each_role(cluster: MakeCluster) -> None:
+    job = cluster(**SMALL, TAUGHT="0", UPDATES="1000000", STALENESS="4").start(2, described=True)
     job.is_whole()
     generators = job.workers("generator")
     until(job.first.appears("checkpoint file="), "a checkpoint")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rolecall.checkpoint import checkpoint
-from rolecall.jobs.hybrid import HybridSettings, data, tables
+from rolecall.jobs.hybrid import HybridSettings, data
 from rolecall.jobs.hybrid.hashed import HashedTable
-from rolecall.jobs.hybrid.model import LocalModel, build_dense, build_optimizer
+from rolecall.jobs.hybrid.model import LocalModel, build_dense, build_optimizer, load_table
 from tests.integration.cluster import ENDLESS, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
@@ -89,9 +89,14 @@ def test_it_trains_as_one_process_does(cluster: MakeCluster) -> None:
 
 
 def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster) -> None:
-    """With the table on disk; that of the one process is in memory."""
+    """With the table on disk, of a server that does not see the master's directory; that of the one process is in
+    memory.
+    """
     changes = {"EPOCHS": "12", "OPTIMIZER": "adagrad", "LR": "0.02", "NUM_EMBEDDINGS": "20000"}  # more than fit
-    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", TABLE_MEMORY="240kB", **changes).start(TRAINERS)
+    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", TABLE_MEMORY="240kB", **changes)
+    apart = job.directory / "apart"
+    for role, ordinal in (("master", 0), ("ps", 0), *(("trainer", number) for number in range(TRAINERS))):
+        job.add(role, ordinal, **({"CHECKPOINT_DIR": str(apart)} if role == "ps" else {})).start()
     for hurt in ("trainer-1", "ps-0"):
         seen = set(job.checkpoints.glob("checkpoint-*"))
         until(lambda s=seen: set(job.checkpoints.glob("checkpoint-*")) - s, "a further checkpoint")
@@ -104,13 +109,14 @@ def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster
     assert sum(summary["restarts"].values()) == summary["generations"] - 1
     assert summary["steps"] == saved.step
     assert summary["curve"]["final"] == summary["result"]["accuracy"]
+    assert not (apart / "shards").exists()
     for name, value in in_one_process(settings(**changes)).items():
         torch.testing.assert_close(weights(saved)[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"NUM_EMBEDDINGS": "20000", "TABLE_MEMORY": "240kB"}], ids=["memory", "disk"])
 def test_kept_servers_begin_again_without_a_checkpoint(cluster: MakeCluster, options: dict[str, str]) -> None:
-    changes = {"EPOCHS": "30", "OPTIMIZER": "adagrad", "LR": "0.02", **options}
+    changes = {"EPOCHS": "15", "OPTIMIZER": "adagrad", "LR": "0.02", **options}
     job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="600", **changes).start(TRAINERS)
     until(lambda: job.iterations() > 0, "a step")
     servers = job.workers("ps")
@@ -142,7 +148,7 @@ def test_an_interrupted_hashed_table_has_the_ids_and_rows_of_an_uninterrupted_on
     columns = finished(job).state["embeddings"]
     expected = hashed_in_one_process(settings(**changes))
     for ordinal, table in enumerate(expected):
-        saved = tables.load(
+        saved = load_table(
             settings(**changes),
             {name: values for name, values in columns.items() if name.startswith(f"{ordinal}of") or name == "filter"},
             table.step,

@@ -4,7 +4,6 @@ ports that are not what they should be."""
 from __future__ import annotations
 
 import http.client
-import json
 import re
 import socket
 from collections.abc import Callable
@@ -12,8 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from rolecall.declare import describe
-from rolecall.rank.coordinator import MAX_BODY_BYTES, PATH
+from rolecall.messages.codec import encode
+from rolecall.rank.coordinator import MAX_BODY_BYTES
 from rolecall.tunnel import keys
+from rolecall.tunnel.rank0 import HEARTBEAT_PATH
 from tests.integration.cluster import TOKEN, Cluster
 from tests.ports import free_ports
 
@@ -22,7 +23,7 @@ JOB = describe.describe("rl").identity
 HEARTBEAT = {"role": "observer", "ordinal": 0, "incarnation": "stranger", "sequence": 1, "job": JOB}
 
 
-def post(job: Cluster, body: str, path: str = PATH) -> tuple[int, str]:
+def post(job: Cluster, body: bytes, path: str = HEARTBEAT_PATH) -> tuple[int, str]:
     """Status and text of a request to the gang's port."""
     connection = http.client.HTTPConnection("127.0.0.1", int(job.settings["MASTER_PORT"]), timeout=30)
     try:
@@ -34,8 +35,8 @@ def post(job: Cluster, body: str, path: str = PATH) -> tuple[int, str]:
         connection.close()
 
 
-def heartbeat(**changes: object) -> str:
-    return json.dumps({"incarnation": "stranger", "sequence": 1, "heartbeat": {**HEARTBEAT, **changes}})
+def heartbeat(**changes: object) -> bytes:
+    return encode({"incarnation": "stranger", "sequence": 1, "heartbeat": {**HEARTBEAT, **changes}})
 
 
 REFUSED: tuple[tuple[str, dict[str, object], str], ...] = (
@@ -55,8 +56,9 @@ def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster
     job.trains()
     generation = job.agent.metric("generation")
 
-    assert post(job, "x" * (MAX_BODY_BYTES + 1))[0] == 413
-    garbage = ("", "{", "null", '{"heartbeat": {}}', heartbeat(sequence="many"), heartbeat(sequence=None), "\0" * 100)
+    assert post(job, b"x" * (MAX_BODY_BYTES + 1))[0] == 413
+    wrong = ({"heartbeat": {}}, None, {"incarnation": 1})
+    garbage = (b"", b"{", *map(encode, wrong), heartbeat(sequence="many"), heartbeat(sequence=None), b"\0" * 100)
     assert [post(job, body)[0] for body in garbage] == [400] * len(garbage)
     assert post(job, heartbeat(), path="/v1/else")[0] == 404
     assert job.agent.metric("gang_refused_total", reason="body") == 1 + len(garbage)

@@ -134,7 +134,7 @@ def test_a_zygote_that_is_ended_while_a_fork_begins_has_no_successor() -> None:
     program = (
         "import os\n"
         "from rolecall.rank import fork_server\n"
-        "from rolecall.rank.zygote import Zygote, ZygoteError\n"
+        "from rolecall.rank.zygote import Zygote\n"
         "zygote, ensure_running = Zygote(), fork_server.ensure_running\n"
         "def wait():\n"
         "    os.waitid(os.P_PID, fork_server.server_pid(), os.WEXITED | os.WNOWAIT)\n"
@@ -145,7 +145,7 @@ def test_a_zygote_that_is_ended_while_a_fork_begins_has_no_successor() -> None:
         "fork_server.ensure_running = after_the_end\n"
         "try:\n"
         "    zygote.fork(['--version'], {}, 1, 2)\n"
-        "except ZygoteError:\n"
+        "except fork_server.ForkError:\n"
         "    wait()\n"
         "else:\n"
         "    raise SystemExit('forked')\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
@@ -19,13 +18,13 @@ from torch import Tensor
 
 from rolecall import Context
 from rolecall.jobs import rl
-from rolecall.jobs.rl import RlSettings, batching, learners, messages, model
-from rolecall.jobs.rl.actor import Actor, Recorder
+from rolecall.jobs.rl import RlSettings, batching, messages, model
+from rolecall.jobs.rl.actor import Actor, TrajectoryBuilder
 from rolecall.jobs.rl.batching import Batcher
 from rolecall.jobs.rl.defaults import OnPolicy, choose
-from rolecall.jobs.rl.messages import Array, Done, Episode, PolicyState, Trajectory, pack
+from rolecall.jobs.rl.messages import Array, Done, Episode, PolicyState, Trajectory
 from rolecall.jobs.rl.ppo import Ppo
-from rolecall.jobs.rl.roles import Observer
+from rolecall.jobs.rl.roles import Observer, make_learner
 from rolecall.jobs.rl.spaces import Space, Spaces, read
 from rolecall.jobs.rl.stepping import Envs
 from rolecall.wire.messages import Deadline, Request
@@ -178,44 +177,39 @@ Group = Shown | Envs
 
 def by_observer(actor: Actor, groups: Sequence[Group], steps: int) -> Iterator[list[Trajectory]]:
     """The trajectories of one rollout after the other, as an observer records them."""
-    memories = [actor.remember(len(group.dones)) for group in groups]
+    states = [actor.initial_state(len(group.dones)) for group in groups]
     for version in itertools.count():
-        for memory in memories:
-            actor.refresh(memory)
-        recorders = [Recorder(version, memory) for memory in memories]
-        for group, recorder in zip(groups, recorders, strict=True):
-            recorder.see(group.observations, group.rewards, group.dones)
+        for state in states:
+            actor.refresh(state)
+        builders = [TrajectoryBuilder(version, state) for state in states]
+        for group, builder in zip(groups, builders, strict=True):
+            builder.see(group.observations, group.rewards, group.dones)
         for _ in range(steps):
-            for group, recorder in zip(groups, recorders, strict=True):
-                choice = actor.act(group.observations, group.dones, [recorder.memory])
-                recorder.choose(*choice)
+            for group, builder in zip(groups, builders, strict=True):
+                choice = actor.act(group.observations, group.dones, [builder.state])
+                builder.choose(*choice)
                 group.step(choice.actions)
-                recorder.see(group.observations, group.rewards, group.dones)
-        yield [recorder.trajectory() for recorder in recorders]
+                builder.see(group.observations, group.rewards, group.dones)
+        yield [builder.trajectory() for builder in builders]
 
 
-def by_agent(
-    actor: Actor, groups: Sequence[Group], steps: int, spaces: Spaces, together: bool
-) -> Iterator[list[Trajectory]]:
+def by_agent(actor: Actor, groups: Sequence[Group], steps: int, together: bool) -> Iterator[list[Trajectory]]:
     """The same, recorded by the agent; `together`, the groups' calls go through the policy at once."""
-    observation = spaces.observation
-    batcher = Batcher(actor, observation.shape, observation.dtype, wait=10.0 if together else 0.0)
+    batcher = Batcher(actor, groups[0].observations.shape[1:], wait=10.0 if together else 0.0)
     names = [batching.Group("observer_0", 0, number) for number in range(len(groups))]
-    with contextlib.closing(batcher):
-        for version in itertools.count():
-            batcher.begin({name: len(group.dones) for name, group in zip(names, groups, strict=True)}, version)
-            for step in range(steps + 1):
-                answers: list[Future[bytes]] = []
-                for name, group in zip(names, groups, strict=True):
-                    message = pack(group.observations, group.rewards, group.dones)
-                    answers.append(batcher.submit(name, message, step == steps))
-                    if not together:
-                        answers[-1].result()
-                for answer, group in zip(answers, groups, strict=True):
-                    if step < steps:
-                        actions = np.frombuffer(answer.result(), spaces.action_dtype)
-                        group.step(actions.reshape(-1, *spaces.action_shape))
-            yield batcher.trajectories("observer_0")
+    for version in itertools.count():
+        batcher.begin({name: len(group.dones) for name, group in zip(names, groups, strict=True)}, version)
+        for step in range(steps + 1):
+            answers: list[Future[Array]] = []
+            for name, group in zip(names, groups, strict=True):
+                seen = name, group.observations, group.rewards, group.dones
+                answers.append(batcher.submit(*seen, step == steps))
+                if not together:
+                    answers[-1].result()
+            for answer, group in zip(answers, groups, strict=True):
+                if step < steps:
+                    group.step(answer.result())
+        yield batcher.trajectories("observer_0")
 
 
 # ---- an observer, with an agent beside it where that makes the actions
@@ -227,7 +221,7 @@ class Direct:
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[bytes]:
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Array]:
         assert (to, request.method) == ("agent_0", "act")
         return self.batcher.submit(*request.args)
 
@@ -244,15 +238,13 @@ class Ranks:
         self.settings = self.context.settings
         self.observer = Observer(self.context)
         self.spaces, self.choices = self.observer.spaces, self.observer.choices
-        self.learner = learners.make(self.settings, self.spaces, self.choices, CPU)
+        self.learner = make_learner(self.settings, self.spaces, self.choices, CPU)
         self.samples = 0
         self.actor = Actor(model.build(self.settings, self.spaces, self.choices), CPU)
-        observation = self.spaces.observation
-        self.batcher = Batcher(self.actor, observation.shape, observation.dtype, wait=0.0)
-        self.context.transport = Direct(self.batcher)
+        self.batcher = Batcher(self.actor, self.spaces.observation.shape, wait=0.0)
+        self.context.group.use(Direct(self.batcher))
 
     def close(self) -> None:
-        self.batcher.close()
         for group in self.observer.groups:
             group.close()
         self.directory.cleanup()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor, distributions
 
 from rolecall.jobs.rl.distributions import (
@@ -94,27 +94,6 @@ def test_log_probabilities_and_entropies_are_torchs(space: Space, features: int)
 
 
 @EVERY
-@pytest.mark.parametrize("what", ["log_probability", "entropy"])
-def test_gradients_are_torchs(space: Space, features: int, what: str) -> None:
-    """With respect to the network's numbers and to the distribution's own."""
-    torch.manual_seed(2)
-    built = prepared(space, features)
-    parameters = torch.randn(5, built.size, requires_grad=True)
-    actions, theirs = built.sample(parameters).detach(), plain(built, parameters)
-    if what == "entropy":
-        mine, whole = built.entropy(parameters), sum(part.entropy() for part in theirs)
-    else:
-        mine = built.log_probability(parameters, actions)
-        whole = sum(part.log_prob(chosen) for part, chosen in zip(theirs, parts_of(built, actions), strict=True))
-    learned = [parameters, *built.parameters()]
-    pairs = zip(*(torch.autograd.grad(out.sum(), learned, allow_unused=True) for out in (mine, whole)), strict=True)
-    for one, other in pairs:
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-
-
-@EVERY
 def test_what_is_sampled_has_the_density_that_is_said(space: Space, features: int) -> None:
     """The mean of -log p over samples of p is p's entropy; any other q than p has more."""
     draws = 20_000
@@ -124,17 +103,6 @@ def test_what_is_sampled_has_the_density_that_is_said(space: Space, features: in
     information = -built.log_probability(parameters, built.sample(parameters)).detach()
     entropy = float(built.entropy(parameters[:1]).detach())
     assert abs(float(information.mean()) - entropy) < 6 * float(information.std()) / draws**0.5
-
-
-@EVERY
-def test_actions_are_as_they_travel(space: Space, features: int) -> None:
-    torch.manual_seed(4)
-    built = prepared(space, features)
-    parameters = torch.randn(6, built.size)
-    shape = (6,) if isinstance(space, Discrete) else (6, math.prod(space.shape or ()))
-    kind = torch.float32 if isinstance(space, Box) else torch.int64
-    for actions in (built.sample(parameters), built.best(parameters)):
-        assert (tuple(actions.shape), actions.dtype) == (shape, kind)
 
 
 @EVERY
@@ -232,11 +200,6 @@ class TestStateDependent:
             math.log(2 * math.pi * math.e) + math.log(MIN_VARIANCE), rel=1e-4
         )
         assert bool(built.log_probability(rows, torch.zeros(1, 2)).isfinite().all())
-
-
-def test_what_is_no_action_space_is_refused() -> None:
-    with pytest.raises(ValueError, match="no distribution over Dict"):
-        distribution(Dict({"a": Discrete(2)}))
 
 
 # ---- of sac and dqn

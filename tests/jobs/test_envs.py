@@ -5,23 +5,21 @@ from __future__ import annotations
 import itertools
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete, Text
+from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AutoresetMode
 
 from rolecall.errors import UsageError
 from rolecall.jobs.rl import RlSettings, envs
 from rolecall.jobs.rl.envs import Singles
 from rolecall.jobs.rl.messages import Done
-from rolecall.jobs.rl.stepping import Envs
+from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
 
 BOTH = 3  # an environment may say that it terminated and was truncated
 # environment -> its episodes, over and over: how many steps, and how they end
@@ -112,13 +110,6 @@ class SilentVector(SameStepVector):
     metadata: ClassVar[dict[str, Any]] = {}
 
 
-class OtherSpaces(gymnasium.Env[Any, Any]):
-    """One with the spaces that it is given."""
-
-    def __init__(self, observation: Any, action: Any) -> None:
-        self.observation_space, self.action_space = observation, action
-
-
 class Growing(gymnasium.Env[Any, Any]):
     """Each one is larger than the one before."""
 
@@ -129,20 +120,13 @@ class Growing(gymnasium.Env[Any, Any]):
         Growing.count += 1
         self.observation_space = Box(-1, 1, (Growing.count,))
 
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.observation_space.sample(), {}
+
 
 class Broken(gymnasium.Env[Any, Any]):
     def __init__(self) -> None:
         raise RuntimeError("the simulator has no licence")
-
-
-class Loading(Scripted):
-    """Is not made before `said` is set."""
-
-    said = threading.Event()
-
-    def __init__(self) -> None:
-        super().__init__()
-        assert self.said.wait(30), "nothing was said"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -158,12 +142,6 @@ def registered() -> Iterator[None]:
     gymnasium.register("Unmade-v0", Broken)
     gymnasium.register("Pictures-v0", Pictures)
     gymnasium.register("Growing-v0", Growing)
-    gymnasium.register("Loading-v0", Loading)
-    for name, observation, action in [
-        ("Words-v0", Text(5), Discrete(2)),
-        ("Orders-v0", OBSERVATIONS, Dict(word=Discrete(2))),
-    ]:
-        gymnasium.register(name, OtherSpaces, kwargs={"observation": observation, "action": action})
     own = set(gymnasium.registry) - before
     yield
     for name in own:
@@ -283,15 +261,6 @@ def test_a_vector_implementation_is_used_only_if_its_observations_need_no_change
     assert isinstance(envs.make(setup("ScriptedVector-v0"), 2)[0], Singles)
 
 
-def test_a_reset_forgets_episodes_that_were_over() -> None:
-    group, _ = envs.make(setup("Scripted-v0"), 3)
-    group.reset(seed=0)
-    group.step(np.full(3, START))  # the last of the second one's episode
-    group.reset(seed=0)
-    _, rewards, *_ = group.step(np.full(3, START))
-    assert rewards.tolist() == [1, 1, 1]
-
-
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_the_same_seed_makes_the_same_episodes(env_id: str) -> None:
     def run(seed: int) -> Any:
@@ -348,29 +317,10 @@ def test_an_environment_that_cannot_be_made_is_refused(
     assert "\n" not in str(refusal.value)
 
 
-def test_one_that_loads_for_long_is_named_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-
-    def write(line: str) -> None:
-        lines.append(line)
-        Loading.said.set()
-
-    monkeypatch.setattr(Loading, "said", threading.Event())
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
-    group, _ = envs.make(setup("Loading-v0", env_timeout=0.05), 2)
-    assert group.num_envs == 2
-    assert lines == ["rolecall: ENV_ID=Loading-v0: is not made after 0.05 s; still waiting\n"]
-
-
-@pytest.mark.parametrize(("env_id", "space"), [("Words-v0", "Text"), ("Orders-v0", "Dict")])
-def test_other_spaces_are_refused(env_id: str, space: str) -> None:
-    with pytest.raises(UsageError, match=rf"^ENV_ID={env_id}: rl has no .* {space}"):
-        envs.make(setup(env_id), 2)
-
-
-def test_environments_of_different_spaces_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"^ENV_ID=Growing-v0: makes environments of different spaces, Box"):
-        envs.make(setup("Growing-v0"), 3)
+def test_environments_of_different_spaces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Growing, "count", 0)
+    with pytest.raises(BrokenEnvError, match=r"^ENV_ID=Growing-v0: environment 1, .* of shape \(2,\), not \(1,\)$"):
+        group_of("Growing-v0", 3)
 
 
 def test_a_module_to_import_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_a_step_whose_workers_were_all_lost_is_no_step(
     metrics = telemetry.build(telemetry.WORKER, CollectorRegistry())
     context = Context(job.settings(), Attachment(1, members[0], members), metrics, job, checkpoints=checkpoints)
     worker_context = Context(job.settings(), Attachment(1, members[1], members), metrics, job)
-    context.transport = Answers(context, job.roles[1].run(worker_context), answered=2)
+    context.group.use(Answers(context, job.roles[1].run(worker_context), answered=2))
     with pytest.raises(Drained):
         job.roles[0].run(context)
     snapshot = checkpoints.newest()

@@ -12,26 +12,22 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import structlog
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from rolecall import Context, Peer, UsageError, config, telemetry
+from rolecall import UsageError, config
 from rolecall.checkpoint import checkpoint, logged, shardfile
 from rolecall.checkpoint.checkpoint import Checkpoints
-from rolecall.checkpoint.shard_messages import Written
 from rolecall.checkpoint.shardfile import ShardError
-from rolecall.declare.task import Attachment
-from rolecall.jobs.hybrid import JOB, HybridSettings, disk_rows
-from rolecall.jobs.hybrid.disk import DiskTable, open_scratch
-from rolecall.jobs.hybrid.disk_log import Scratch
+from rolecall.checkpoint.shards import Written
+from rolecall.jobs.hybrid import HybridSettings, disk_rows
+from rolecall.jobs.hybrid.disk import DiskTable
+from rolecall.jobs.hybrid.disk_log import LogStore
 from rolecall.jobs.hybrid.server import TableServer
-from rolecall.jobs.hybrid.sharded import ShardedTable
 from rolecall.jobs.hybrid.table import Bags, Table
-from tests.jobs.test_hybrid_sharded import Calls, attach, make_step
+from tests.jobs.test_hybrid_sharded import make_step, together
 
 ROWS, WIDTH, HOT = 300, 3, 16
 Tables = list[tuple[Tensor, Tensor]]  # of all servers: weights and Adagrad's squares
@@ -42,8 +38,7 @@ def chosen(**changes: Any) -> HybridSettings:
 
 
 def on_disk(options: HybridSettings, ordinal: int, directory: Path, hot: int = HOT) -> DiskTable:
-    rows = len(range(ordinal, ROWS, options.servers))
-    return DiskTable(options, ordinal, Scratch(directory, rows, WIDTH), hot)
+    return DiskTable(options.model_copy(update={"table_dir": directory}), ordinal, hot)
 
 
 def bags_of(generator: torch.Generator, rows: int, most: int) -> Bags:
@@ -97,7 +92,7 @@ def test_rows_are_read_ahead_and_no_more_than_fit_stay(tmp_path: Path) -> None:
     table = on_disk(chosen(), 0, tmp_path)
     table.fill()
     table.prefetch(torch.arange(7))
-    table.close_hints()
+    table._reader.submit(lambda: None).result(60)
     assert table.hot.read == 7
     bags = Bags(torch.arange(7), torch.tensor([0, 7]), None)
     table(bags)
@@ -112,37 +107,14 @@ def test_rows_are_read_ahead_and_no_more_than_fit_stay(tmp_path: Path) -> None:
 
 def test_what_is_read_at_once_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(disk_rows, "BATCH_BYTES", 2**15)
-    scratch = Scratch(tmp_path, 40, 2048)
-    hot, read, asked = disk_rows.HotRows(scratch, 40), scratch.read, list[int]()
+    store = LogStore(tmp_path, 40, 2048)
+    hot, read, asked = disk_rows.HotRows(store, 40), store.read, list[int]()
     hot.set(torch.arange(40), torch.arange(40.0)[:, None].expand(-1, 2048))
-    monkeypatch.setattr(scratch, "read", lambda rows: asked.append(len(rows)) or read(rows))
+    monkeypatch.setattr(store, "read", lambda rows: asked.append(len(rows)) or read(rows))
     with hot.holding(torch.arange(19)) as slots:
         assert torch.equal(hot.values[slots][:, 7], torch.arange(19.0))
     assert asked == [4, 4, 4, 4, 3]
     hot.close()
-
-
-def test_reading_ahead_goes_on_after_a_failure_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    table, failures = on_disk(chosen(), 0, tmp_path), [TimeoutError(), OSError("broken"), OSError("broken")]
-    table.fill()
-    bring = table.hot.bring
-
-    def failing(rows: Tensor) -> None:
-        if failures:
-            raise failures.pop(0)
-        bring(rows)
-
-    monkeypatch.setattr(table.hot, "bring", failing)
-    with structlog.testing.capture_logs() as lines:
-        for row in range(4):
-            table.prefetch(torch.tensor([row]))
-        table.close_hints()
-    assert [line["log_level"] for line in lines] == ["warning"]
-    assert "broken" in lines[0]["reason"]
-    assert table.hot.read == 1
-    table.close()
 
 
 def test_an_index_out_of_range_is_named(tmp_path: Path) -> None:
@@ -172,7 +144,7 @@ def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_error_of_freeing_a_slot_reaches_the_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     table = on_disk(chosen(), 0, tmp_path, 4)
     table.fill()
-    monkeypatch.setattr(table.hot.scratch, "append", MagicMock(side_effect=OSError(errno.EIO, "broken")))
+    monkeypatch.setattr(table.hot.store, "append", MagicMock(side_effect=OSError(errno.EIO, "broken")))
     for row in range(4):
         table.update(torch.tensor([row]), torch.ones(1, WIDTH))
     with pytest.raises(OSError, match="broken"):
@@ -187,20 +159,10 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     options = chosen(table_dir=tmp_path / "rows", table_memory=200_000).model_copy(update={"num_embeddings": 10_000})
     monkeypatch.setattr(os, "posix_fallocate", MagicMock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(UsageError, match=r"TABLE_DIR=.*rows: the \d+ bytes of .*No space left on device"):
-        open_scratch(options, 0)
+        DiskTable(options, 0)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"TABLE_DIR=.*file"):
-        open_scratch(options.model_copy(update={"table_dir": tmp_path / "file"}), 0)
-
-
-def test_scratch_of_two_runs_is_apart(tmp_path: Path) -> None:
-    one, two = Scratch(tmp_path, 10, 2), Scratch(tmp_path, 10, 2)
-    places = one.append(torch.arange(10), torch.ones(10, 2))
-    assert one.read(places).all()
-    assert not two.read(places).any()
-    assert list(tmp_path.iterdir()) == []
-    one.close()
-    two.close()
+        DiskTable(options.model_copy(update={"table_dir": tmp_path / "file"}), 0)
 
 
 def test_table_memory_is_in_bytes_and_decides_what_is_hot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,32 +195,25 @@ class Gang:
         hot: int = HOT,
         generation: int = 1,
         kept: Gang | None = None,
-        **changes: Any,
+        **how: Any,
     ) -> None:
-        """With the servers `kept` of the generation before, or with new ones."""
-        options = chosen(servers=servers, checkpoint_dir=directory, checkpoint_keep=3, **changes)
-        members = (Peer("master", 0, 0), *(Peer("ps", number, 1 + number) for number in range(servers)))
-        self.servers: list[TableServer] = []
-        for me in members:
-            attachment = Attachment(generation, me, (*members, Peer("trainer", 0, 1 + servers)))
-            metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
-            checkpoints = None if me.rank else Checkpoints(directory, "hybrid", generation)
-            context = Context(options, attachment, metrics, JOB, checkpoints=checkpoints)
-            if not me.rank:
-                self.master = context
-                continue
-            if kept:
-                server = kept.servers[me.ordinal]
-            else:
-                server = TableServer(context)
-                server.hold(
-                    on_disk(options, me.ordinal, directory / "table", hot) if hot else Table(options, me.ordinal)
-                )
-            attach(server, attachment)
-            self.servers.append(server)
+        def make(options: HybridSettings, ordinal: int) -> Table:
+            return on_disk(options, ordinal, directory / "table", hot) if hot else Table(options, ordinal)
 
-        self.master.transport = Calls({server.context.me.name: server for server in self.servers})
-        self.table, self.step = ShardedTable(self.master), 0
+        served = {server.context.me.name: server for server in kept.servers} if kept else None
+        self.table = together(
+            directory,
+            servers,
+            generation,
+            kept=served,
+            make=make,
+            num_embeddings=ROWS,
+            lr=0.5,
+            checkpoint_keep=3,
+            **how,
+        )
+        self.master = self.table.context
+        self.servers: list[TableServer] = list(self.master.transport.servers.values())
         self.step = self.master.restore({"embeddings": self.table, "step": 0})["step"]
         self.table.start(self.step)
 
@@ -276,7 +231,7 @@ class Gang:
         self.master.save(self.step, {"embeddings": self.table, "step": self.step}, drain=False)
         if busy:
             self.train(3)
-        return self.master.training.require_saver().wait(60)
+        return self.master.require_saver().wait(60)
 
     @property
     def tables(self) -> Tables:
@@ -298,11 +253,6 @@ class Gang:
             whole[number :: len(self.servers)] = torch.cat([weight, squares[:, None]], 1)
         return whole
 
-    def close(self) -> None:
-        for server in self.servers:
-            if isinstance(server.table, DiskTable) and not server.table._closed:
-                server.table.close()
-
 
 @pytest.fixture
 def gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
@@ -313,8 +263,10 @@ def gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
         return made_here[-1]
 
     yield start
-    for each in made_here:
-        each.close()
+    tables = {server.table for each in made_here for server in each.servers}
+    for table in tables:
+        if isinstance(table, DiskTable):
+            table.close()
 
 
 def new_bytes(directory: Path, step: int) -> int:
@@ -330,14 +282,14 @@ def newest(directory: Path) -> tuple[int, Tensor]:
     return at.step, torch.cat([at.state["embeddings"]["weight"], at.state["embeddings"]["squares"][:, None]], 1)
 
 
-@pytest.mark.parametrize(("servers", "mode"), [(1, "auto"), (3, "auto"), (2, "stream")])
+@pytest.mark.parametrize(("servers", "folders"), [(1, False), (3, False), (2, True)])
 def test_every_checkpoint_is_what_was_there_at_its_step(
-    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, mode: str, servers: int
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, folders: bool, servers: int
 ) -> None:
     """A base, logs, and a new base; updates go on while they are written; small files and blocks."""
     monkeypatch.setattr(logged, "FILE", 16 * 50)
     monkeypatch.setattr(logged, "BLOCK_BYTES", 16 * 7)
-    first, saved = gang(checkpoint_shards=mode), {}
+    first, saved = gang(folders=folders), {}
     for _ in range(8):
         first.train(2)
         saved[first.step] = first.whole
@@ -346,7 +298,7 @@ def test_every_checkpoint_is_what_was_there_at_its_step(
         at = checkpoint.read(path, "hybrid")
         whole = at.whole().state["embeddings"]
         assert torch.equal(torch.cat([whole["weight"], whole["squares"][:, None]], 1), saved[at.step]), "as eval reads"
-    resumed = gang(servers, generation=2, checkpoint_shards=mode)
+    resumed = gang(servers, generation=2, folders=folders)
     assert torch.equal(resumed.whole, saved[resumed.step])
     resumed.train(2)
     expected = resumed.whole
@@ -420,31 +372,11 @@ def test_a_file_system_without_hard_links_copies(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(resumed.whole, saved)
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_disk_that_fails_or_hangs_delays_no_step(
-    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, hangs: bool
+@pytest.mark.parametrize("folders", [False, True])
+def test_files_that_are_gone_cost_one_checkpoint_at_most(
+    gang: Callable[..., Gang], tmp_path: Path, folders: bool
 ) -> None:
-    first, released, exists = gang(1, rpc_timeout=1.0), threading.Event(), Path.exists
-    first.train()
-    assert first.save(busy=False)
-
-    def failing(path: Path) -> bool:
-        if not path.name.startswith("embeddings-"):
-            return exists(path)
-        if hangs:
-            return released.wait(60)
-        raise OSError(errno.EIO, "Input/output error")
-
-    first.train()
-    monkeypatch.setattr(Path, "exists", failing)
-    assert first.save(busy=False)
-    released.set()
-    assert new_bytes(tmp_path, first.step) > ROWS * 16, "a base"
-
-
-@pytest.mark.parametrize("mode", ["auto", "stream"])
-def test_files_that_are_gone_cost_one_checkpoint_at_most(gang: Callable[..., Gang], tmp_path: Path, mode: str) -> None:
-    first = gang(checkpoint_shards=mode)
+    first = gang(folders=folders)
     first.train()
     assert first.save()
     for file in (tmp_path / "shards").glob("*/*"):
@@ -496,7 +428,7 @@ def test_a_writer_that_was_killed_leaves_the_checkpoint_before(gang: Callable[..
     first.train()
     first.table.begin(first.step)  # and there is no manifest
     for server in first.servers:
-        while not isinstance(server.share.next(f"checkpoint-000001-{first.step:010d}"), Written):
+        while not isinstance(server.share.written(f"checkpoint-000001-{first.step:010d}"), Written):
             pass
     resumed = gang(generation=2)
     assert resumed.step == step
@@ -529,7 +461,7 @@ def test_a_slow_writer_delays_no_update(monkeypatch: pytest.MonkeyPatch, gang: C
     first.master.save(first.step, {"embeddings": first.table, "step": first.step}, drain=False)
     first.train(3)
     released.set()
-    assert not first.master.training.require_saver().wait(60)
+    assert not first.master.require_saver().wait(60)
     monkeypatch.setattr(shardfile, "write", write)
     saved, step = first.whole, first.step
     assert first.save(busy=False)

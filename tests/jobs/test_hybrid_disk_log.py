@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from rolecall import UsageError
-from rolecall.jobs.hybrid import HybridSettings, disk_file, disk_log, disk_reads
-from rolecall.jobs.hybrid.disk import DiskTable
-from rolecall.jobs.hybrid.disk_log import Scratch
-from rolecall.jobs.hybrid.disk_reads import DEPTH, KernelReads, ThreadReads
+from rolecall.jobs.hybrid import disk_io, disk_log
+from rolecall.jobs.hybrid.disk_io import DEPTH, KernelReads, ThreadReads
+from rolecall.jobs.hybrid.disk_log import LogStore
 from rolecall.jobs.hybrid.disk_rows import HotRows
 
 ROWS, WIDTH = 3000, 3
@@ -30,9 +29,9 @@ ROWS, WIDTH = 3000, 3
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the file is read and written: as other disks, kernels and file systems have it."""
     if request.param == "threads":
-        monkeypatch.setattr(disk_reads, "CALLS", {})
+        monkeypatch.setattr(disk_io, "CALLS", {})
     elif request.param == "page cache":
-        monkeypatch.setattr(disk_file, "_open_directly", lambda file: None)
+        monkeypatch.setattr(disk_log, "_open_directly", lambda file: None)
     return str(request.param)
 
 
@@ -41,7 +40,7 @@ def hot(tmp_path: Path, way: str) -> Iterator[HotRows]:
     """Its segments are small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk_log, "LEAST_BLOCKS", 2)
-        each = HotRows(Scratch(tmp_path, ROWS, WIDTH), 200)
+        each = HotRows(LogStore(tmp_path, ROWS, WIDTH), 200)
     yield each
     each.close()
 
@@ -65,7 +64,7 @@ def test_rows_that_change_again_and_again_are_what_they_were_set_to(hot: HotRows
                 hot.values[slots] = expected[rows] = values_of(rows, turn)
         if not turn % 10:
             assert torch.equal(hot.fetch(torch.arange(ROWS)), expected)
-    assert int(hot.scratch.uses.sum()) > 2 * hot.scratch.segments
+    assert int(hot.store.uses.sum()) > 2 * hot.store.segments
     assert torch.equal(hot.fetch(torch.arange(ROWS)), expected)
 
 
@@ -76,27 +75,27 @@ def test_by_place_has_all_rows_on_disk_once(hot: HotRows) -> None:
         parts = list(hot.by_place())
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(5, ROWS))
     together = [rows for rows in parts if len(rows)]
-    assert len(together) <= hot.scratch.segments
+    assert len(together) <= hot.store.segments
 
 
 def test_a_record_that_is_overwritten_while_it_is_read_is_read_again(
     hot: HotRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hot.set(torch.arange(ROWS), values_of(torch.arange(ROWS)))
-    read, rows, turns = hot.scratch.read, torch.arange(5), [1]
+    read, rows, turns = hot.store.read, torch.arange(5), [1]
 
     def read_late(places: Tensor) -> Tensor:
-        monkeypatch.setattr(hot.scratch, "read", read)
-        segment = int(hot.scratch.segment_of(places[:1]))
-        uses = int(hot.scratch.uses[segment])
+        monkeypatch.setattr(hot.store, "read", read)
+        segment = int(hot.store.segment_of(places[:1]))
+        uses = int(hot.store.uses[segment])
         with hot._writing:
             hot._reclaim(segment)  # they move
-        while int(hot.scratch.uses[segment]) == uses:  # others are written where they were
+        while int(hot.store.uses[segment]) == uses:  # others are written where they were
             hot.set(torch.arange(5, ROWS), values_of(torch.arange(5, ROWS), turns[-1]))
             turns.append(turns[-1] + 1)
         return read(places)
 
-    monkeypatch.setattr(hot.scratch, "read", read_late)
+    monkeypatch.setattr(hot.store, "read", read_late)
     assert torch.equal(hot.fetch(rows), values_of(rows))
     assert len(turns) > 1
 
@@ -109,7 +108,7 @@ def test_a_row_that_moves_while_it_comes_into_memory_is_forgotten_there(hot: Hot
     def take_late(count: int) -> Tensor:
         hot._lock.release()  # as it does where it waits for a slot
         with hot._writing:
-            hot._reclaim(int(hot.scratch.segment_of(-1 - hot._slots[:1])))
+            hot._reclaim(int(hot.store.segment_of(-1 - hot._slots[:1])))
         hot._lock.acquire()
         return take(count)
 
@@ -133,7 +132,7 @@ def test_a_row_that_was_never_set_is_no_row(hot: HotRows) -> None:
 
 def test_more_rows_than_places_have_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"NUM_EMBEDDINGS: 1500000000 rows of a server .* set more SERVERS"):
-        Scratch(tmp_path, 1_500_000_000, 1)
+        LogStore(tmp_path, 1_500_000_000, 1)
 
 
 @pytest.mark.parametrize(
@@ -141,17 +140,16 @@ def test_more_rows_than_places_have_numbers_are_refused(tmp_path: Path) -> None:
     [(1, 4), (5, 32), (64, 256), (100, 512), (129, 1024), (1000, 4096), (1025, 8192)],
 )
 def test_a_record_touches_no_more_blocks_than_it_needs(tmp_path: Path, width: int, stride: int) -> None:
-    file = disk_file.RecordFile(tmp_path, width)
-    assert file.stride == stride
-    file.reserve(2000 * file.stride)
+    store = LogStore(tmp_path, 600, width)
+    assert store.stride == stride
+    assert list(tmp_path.iterdir()) == [], "it has no name"
     records = torch.randn(600, width)
-    begin = 3 * file.blocks_begin
-    file.write(begin, records)
-    places = torch.randperm(600) + begin
-    assert len(places) > 2 * DEPTH
-    assert torch.equal(file.read(places), records[places - begin])
-    assert torch.equal(file.read_range(begin, begin + 600), records)
-    file.close()
+    places = store.append(torch.arange(600), records)
+    order = torch.randperm(600)
+    assert len(order) > 2 * DEPTH
+    assert torch.equal(store.read(places[order]), records[order]), "segments as a whole"
+    assert torch.equal(store._read_each(places[order]), records[order])
+    store.close()
 
 
 # ---- what a disk does wrong
@@ -192,29 +190,29 @@ def test_what_cannot_be_read_is_an_error_that_names_the_setting(kind: Any, data:
 def test_what_cannot_be_written_is_an_error_that_names_the_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scratch = Scratch(tmp_path, 10, 2)
+    store = LogStore(tmp_path, 10, 2)
     full = MagicMock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(disk_reads.os, "pwritev", full)
+    monkeypatch.setattr(disk_io.os, "pwritev", full)
     with pytest.raises(OSError, match=r"TABLE_DIR: rows cannot be written \(No space left on device\)"):
-        scratch.append(torch.arange(10), torch.ones(10, 2))
+        store.append(torch.arange(10), torch.ones(10, 2))
 
 
 def test_threads_that_read_late_change_no_later_pieces(data: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a read that has failed."""
-    read, begun, late, ended = disk_reads.read_fully, threading.Event(), threading.Event(), threading.Event()
+    read, begun, late, ended = disk_io.read_fully, threading.Event(), threading.Event(), threading.Event()
 
-    def read_late(file: int, view: memoryview, offset: int) -> None:
+    def read_late(file: int, memory: Tensor, offset: int) -> None:
         if offset == 4096:
             begun.wait(60)
             raise OSError(errno.EIO, "broken")
         if offset == 0:
             begun.set()
             late.wait(60)
-        read(file, view, offset)
+        read(file, memory, offset)
         if offset == 0:
             ended.set()
 
-    monkeypatch.setattr(disk_reads, "read_fully", read_late)
+    monkeypatch.setattr(disk_io, "read_fully", read_late)
     reads = ThreadReads(data, 4096)
     with pytest.raises(OSError, match="broken"):
         reads.read(4096 * np.array([1, 0]))
@@ -226,7 +224,7 @@ def test_threads_that_read_late_change_no_later_pieces(data: int, monkeypatch: p
 
 
 def test_a_disk_that_hangs_is_named_and_its_memory_not_used_again(data: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_reads, "WAIT", 0.0)
+    monkeypatch.setattr(disk_io, "WAIT", 0.0)
     reads = KernelReads(data, 4096)
     for _ in range(2):
         with pytest.raises(TimeoutError, match="TABLE_DIR: no row was read for 0 s; is its disk hanging"):
@@ -236,26 +234,10 @@ def test_a_disk_that_hangs_is_named_and_its_memory_not_used_again(data: int, mon
 def test_forbidden_kernel_reads_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelReads, "_checked", MagicMock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
     with structlog.testing.capture_logs() as lines:
-        scratch = Scratch(tmp_path, 10, 2)
-    if scratch.file._direct is None:
+        store = LogStore(tmp_path, 10, 2)
+    if store._direct is None:
         pytest.skip("a file system without direct reads")
     assert "not permitted" in lines[0]["reason"]
-    places = scratch.append(torch.arange(10), torch.ones(10, 2))
-    assert scratch.read(places).all()
-    scratch.close()
-
-
-# ---- the table
-
-
-def test_a_whole_table_of_an_earlier_version_is_taken(tmp_path: Path) -> None:
-    options = HybridSettings(num_embeddings=40, embedding_dim=2)
-    table = DiskTable(options, 0, Scratch(tmp_path, 40, 2), 8)
-    weight = torch.randn(40, 2)
-    table.load({"weight": [weight[:15], weight[15:]], "squares": torch.arange(40.0)})
-    assert torch.equal(table.fetch(torch.arange(40))["weight"], weight)
-    assert table.squares[7] == 7
-    for columns in ({"weight": weight[1:]}, {"weight": weight}, {"weight": weight, "ids": torch.arange(40)}):
-        with pytest.raises(RuntimeError):
-            table.load(columns)
-    table.close()
+    places = store.append(torch.arange(10), torch.ones(10, 2))
+    assert store.read(places).all()
+    store.close()

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
-from torch import Tensor, nn
+from torch import nn
 
 from rolecall import UsageError
 from rolecall.jobs.rl import model, networks
-from rolecall.jobs.rl.actor import Actor
 from rolecall.jobs.rl.distributions import Gaussian, StateDependent
 from rolecall.jobs.rl.model import ActorCritic
 from rolecall.jobs.rl.spaces import Space
-from tests.jobs.rl_parts import CPU, settings_of, spaces_of
+from tests.jobs.rl_parts import settings_of, spaces_of
 
 VECTOR, ACTION = Box(-1, 1, (4,), np.float32), Discrete(3)
 CONTROLS, PICTURE = Box(-1, 1, (2,), np.float32), Box(0, 255, (36, 36, 3), np.uint8)
@@ -80,17 +79,11 @@ FACTORIES = """
     def wide_value(observation, action):
         return Two(int(action.n), (2,))
 
-    def three_things(observation, action):
-        return Answers(lambda observations: (torch.zeros(2, 3), torch.zeros(2), None))
-
     def one_thing(observation, action):
         return Answers(lambda observations: (torch.zeros(2, 3),))
 
     def value_of_none(observation, action):
         return Answers(lambda observations: (torch.zeros(2, 3), None))
-
-    def integers(observation, action):
-        return Answers(lambda observations: torch.zeros(2, 3, dtype=torch.int64))
 
     def doubles(observation, action):
         return Answers(lambda observations: torch.zeros(2, 3, dtype=torch.float64))
@@ -108,9 +101,6 @@ FACTORIES = """
 
     def no_state(observation, action):
         return Answers(lambda observations, state: torch.zeros(2, 3), 5)
-
-    def state_alone(observation, action):
-        return Answers(lambda observations, state: (torch.zeros(2, 3),), 5)
 
     def other_state(observation, action):
         return Answers(lambda observations, state: (torch.zeros(2, 3), state[:, 1:]), 5)
@@ -196,34 +186,27 @@ def test_a_recurrent_policy_of_a_user(name: str) -> None:
     ("target", "says"),
     [
         (
-            "factories_of_a_user:wrong_width",
-            r"parameters of shape \(2, 4\) .*Discrete\(3\) needs float32 parameters of shape \(n, 3\)",
+            "wrong_width",
+            r"returns torch.float32 \(2, 4\) for 2 .*Discrete\(3\) needs float32 parameters of shape \(n, 3\)",
         ),
-        ("factories_of_a_user:no_batch", r"parameters of shape \(3,\)"),
-        ("factories_of_a_user:wide_value", r"a value of shape \(2, 2\)"),
-        ("factories_of_a_user:three_things", r"returns 3 values"),
-        ("factories_of_a_user:one_thing", r"returns a tuple, not parameters or \(parameters, value\)"),
-        ("factories_of_a_user:value_of_none", r"a value that is a NoneType"),
-        ("factories_of_a_user:not_a_number", r"returns numbers that are not finite for observations of zeros"),
-        ("factories_of_a_user:integers", r"parameters of .* type torch\.int64"),
-        ("factories_of_a_user:doubles", r"parameters of .* type torch\.float64 .* needs float32"),
-        (
-            "factories_of_a_user:no_state",
-            r"returns a Tensor, not \(parameters, state\) or \(parameters, value, state\)",
-        ),
-        ("factories_of_a_user:state_alone", r"returns a tuple, not \(parameters, state\) or"),
-        ("factories_of_a_user:other_state", r"a state of shape \(2, 4\) for 2 observations, not of shape \(2, 5\)"),
-        ("factories_of_a_user:half_a_state", r"its state_size is 2\.5"),
-        ("factories_of_a_user:no_module", r"not a torch module"),
-        ("factories_of_a_user:raises", r"raised an error \(KeyError: .*the weights are not here"),
-        ("factories_of_a_user:raises_later", r"raised an error \(ArithmeticError: cannot be computed\)"),
-        ("factories_of_a_user:not_there", r"cannot be imported .*package\.module:name"),
+        ("no_batch", r"returns torch.float32 \(3,\) for 2"),
+        ("wide_value", r"returns torch.float32 \(2, 3\), torch.float32 \(2, 2\) for 2 .*, alone or with values \(n\)"),
+        ("one_thing", "returns tuple for 2"),
+        ("value_of_none", r"returns torch.float32 \(2, 3\), NoneType for 2"),
+        ("not_a_number", "returns numbers that are not finite for zeros"),
+        ("doubles", r"returns torch.float64 \(2, 3\) for 2"),
+        ("no_state", r"returns torch.float32 \(2, 3\) for 2 .* and a state \(n, 5\)"),
+        ("other_state", r"returns torch.float32 \(2, 3\), torch.float32 \(2, 4\) for 2"),
+        ("half_a_state", r"its state_size is 2\.5"),
+        ("no_module", "not a torch module"),
+        ("raises", r"raised an error \(KeyError: .*the weights are not here"),
+        ("raises_later", r"raised an error \(ArithmeticError: cannot be computed\)"),
+        ("not_there", r"cannot be imported .*package\.module:name"),
     ],
 )
 def test_a_bad_policy_is_refused_with_the_reason(target: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says) as refusal:
-        build(target)
-    assert str(refusal.value).startswith(f"POLICY={target}: ")
+    with pytest.raises(UsageError, match=f"^POLICY=factories_of_a_user:{target}: .*{says}"):
+        build(f"factories_of_a_user:{target}")
 
 
 @pytest.mark.parametrize(
@@ -279,19 +262,6 @@ def test_of_pictures_the_policy_and_the_value_share_their_features(observation: 
     assert (built.normalizer is None) is spaces.image  # pixels are in one range as they are
     parameters, values = built(torch.zeros(2, *spaces.observation.shape))
     assert (parameters.shape, values.shape) == ((2, 3), (2,))
-
-
-@pytest.mark.parametrize("observation", [VECTOR, PICTURE, Discrete(5)], ids=["vector", "picture", "choice"])
-@pytest.mark.parametrize("algorithm", ["ppo", "reinforce"])
-def test_a_memory_is_behind_any_features(observation: Space, algorithm: str) -> None:
-    built = build(observation=observation, memory="lstm", algorithm=algorithm)
-    assert isinstance(built.policy, networks.Recurrent)
-    assert built.state_size == 32
-    shape = spaces_of(observation).observation.shape
-    state, ends = torch.zeros(2, built.state_size), torch.zeros(3, 2, dtype=torch.bool)
-    parameters, values = built.unroll(torch.rand(3, 2, *shape), state, ends)
-    assert (parameters.shape, values.shape) == ((3, 2, 3), (3, 2))
-    assert built.act(torch.rand(2, *shape), state)[0].shape == (2, 3)
 
 
 def test_state_dependent_noise_is_for_real_numbers_alone() -> None:
@@ -375,7 +345,7 @@ def test_a_policys_state_is_what_it_takes_to_act(settings: dict[str, Any]) -> No
     state = built.policy_state()
     assert not [name for name in state if name.startswith("baseline.")]
     before = None if other.baseline is None else [value.clone() for value in other.baseline.parameters()]
-    other.load_policy(state)
+    other.load_state_dict(state, strict=False)  # it has no baseline
     observations, remembered = torch.randn(5, 4), torch.randn(5, built.state_size)
     for one, two in zip(built.act(observations, remembered), other.act(observations, remembered), strict=True):
         assert torch.equal(one, two)
@@ -396,21 +366,3 @@ def test_a_checkpoint_without_held_holds_the_noise() -> None:
     other.load_state_dict(state)
     assert other.actions.get_buffer("held")
     assert all(map(torch.equal, one.parameters(), other.parameters()))
-
-
-def test_a_users_buffers_travel_too() -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(4, 3)
-            self.register_buffer("shift", torch.zeros(4))
-
-        def forward(self, observations: Tensor) -> Tensor:
-            out: Tensor = self.body(observations + self.get_buffer("shift"))
-            return out
-
-    one, other = (ActorCritic(Shifted(), None, build().actions) for _ in range(2))
-    one.policy.get_buffer("shift").fill_(2.0)
-    actor = Actor(other, CPU)
-    actor.load(one.policy_state())
-    assert other.policy.get_buffer("shift").tolist() == [2.0] * 4

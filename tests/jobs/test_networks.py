@@ -18,11 +18,7 @@ from rolecall.jobs.rl.networks import (
     Normalizer,
     Output,
     Recurrent,
-    channels_last,
-    encoder,
-    initialised,
     perceptron,
-    tutorial,
 )
 from rolecall.jobs.rl.spaces import Part
 from tests.jobs.rl_parts import spaces_of
@@ -82,13 +78,6 @@ def test_bytes_become_numbers_up_to_1() -> None:
     assert [(float(values.min()), float(values.max())) for values in seen] == [(1.0, 1.0), (pytest.approx(0.2),) * 2]
 
 
-def test_channels_are_last_if_they_are_the_fewest() -> None:
-    assert channels_last((84, 84, 3))
-    assert not channels_last((4, 84, 84))
-    assert not channels_last((84, 84))
-    assert not channels_last((64, 64, 64))
-
-
 # ---- images beside other things
 
 
@@ -115,47 +104,7 @@ def test_mixed_parts_are_encoded_apart() -> None:
     assert torch.equal(out[:, 16:], network.rest(torch.cat((mode, place), 1)))
 
 
-@pytest.mark.parametrize(
-    ("observation", "kind", "features"),
-    [
-        (Box(-1, 1, (3, 2), np.float32), nn.Sequential, 16),
-        (Box(-1, 1, (), np.float32), nn.Sequential, 16),
-        (Discrete(5), nn.Sequential, 16),
-        (Box(0, 255, (5, 6, 3), np.uint8), nn.Sequential, 16),
-        (Box(0, 255, (36, 36), np.uint8), Convolutions, 16),
-        (MIXED, Mixed, 16 + 16 + 64),
-    ],
-    ids=["matrix", "number", "choice", "small picture", "picture", "mixed"],
-)
-def test_each_kind_of_observation_has_its_encoder(observation: Box, kind: type, features: int) -> None:
-    spaces = spaces_of(observation)
-    network, size = encoder(spaces, 16)
-    assert isinstance(network, kind)
-    assert network(torch.zeros(3, *spaces.observation.shape)).shape == (3, size) == (3, features)
-
-
 # ---- vectors
-
-
-def linear(network: nn.Module) -> list[tuple[int, int]]:
-    layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
-    return [(layer.in_features, layer.out_features) for layer in layers]
-
-
-def test_a_perceptron_has_the_layers_that_are_asked_for() -> None:
-    assert linear(perceptron(3, 8, 2)) == [(3, 8), (8, 8)]
-    assert linear(perceptron(3, 8, 1)) == [(3, 8)]
-
-
-def test_the_tutorials_network() -> None:
-    assert linear(tutorial(4, 128, 2)) == [(4, 128), (128, 2)]
-    assert tutorial(4, 8, 2)(torch.zeros(3, 2, 2)).shape == (3, 2)
-
-
-def test_weights_are_orthogonal() -> None:
-    weight = initialised(nn.Linear(10, 4), 3.0).get_parameter("weight")
-    torch.testing.assert_close(weight @ weight.T, 9 * torch.eye(4), atol=1e-4, rtol=1e-4)
-    assert not initialised(nn.Conv2d(1, 2, 3), 1.0).get_parameter("bias").any()
 
 
 def test_at_the_start_every_action_is_about_as_probable() -> None:
@@ -226,11 +175,6 @@ def test_bounds_that_are_far_away_leave_nothing_behind(high: float, dtype: Any) 
     torch.testing.assert_close(normalizer.variance, seen.var(0, unbiased=False), rtol=1e-3, atol=0.0)
 
 
-def test_integers_without_a_bound_have_none() -> None:
-    normalizer = Normalizer(Box(-np.inf, np.inf, (2,), np.int32))
-    assert normalizer(torch.tensor([3.0, -4.0])).tolist() == pytest.approx([3.0, -4.0])
-
-
 def test_images_are_not_normalised_and_what_is_beside_them_is() -> None:
     parts = (Part(0, 2, (2,), False), Part(2, 6, (2, 2), True), Part(6, 7, (1,), False))
     normalizer, alone = Normalizer(unbounded(7), parts), Normalizer(unbounded(3))
@@ -282,33 +226,3 @@ def test_a_sequence_equals_its_steps() -> None:
         state = torch.where(ends[step][:, None], torch.zeros_like(state), state)
     torch.testing.assert_close(last, state)
     assert not last[2].any()
-
-
-def test_gradients_do_not_pass_an_end() -> None:
-    network = recurrent()
-    observations = torch.randn(6, 1, 4, requires_grad=True)
-    ends = torch.zeros(6, 1, dtype=torch.bool)
-    ends[2] = True
-    parameters, _, _ = network.unroll(observations, torch.zeros(1, network.state_size), ends)
-    (gradient,) = torch.autograd.grad(parameters[5].sum(), observations)
-    assert not gradient[:3].any()
-    assert all(bool(step.any()) for step in gradient[3:])
-
-
-def test_an_lstms_state_is_its_output_and_its_cell() -> None:
-    network = recurrent()
-    assert network.state_size == 12
-    assert isinstance(network.cell, nn.LSTMCell)
-    state = torch.randn(2, 12)
-    _, _, after = network(observations := torch.randn(2, 4), state)
-    hidden, cell = network.cell(network.body(observations), (state[:, :6], state[:, 6:]))
-    torch.testing.assert_close(after, torch.cat((hidden, cell), 1))
-
-
-def test_recurrent_weights_are_orthogonal_and_biases_zero() -> None:
-    cell = recurrent().cell
-    weight = cell.weight_hh.detach()
-    torch.testing.assert_close(weight.T @ weight, torch.eye(6), atol=1e-4, rtol=1e-4)
-    assert weight.shape == (24, 6)
-    assert not cell.bias_hh.any()
-    assert not cell.bias_ih.any()

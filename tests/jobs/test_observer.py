@@ -50,7 +50,7 @@ class Lost:
 def interrupted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """A rollout whose agent is lost after it has answered so many calls."""
     with monkeypatch.context() as patch:
-        patch.setattr(ranks.context.group, "transport", Lost(ranks.context.transport, calls))
+        patch.setattr(ranks.context.group, "transport", Lost(ranks.context.group.transport, calls))
         with pytest.raises(PeerLostError):
             ranks.rollout()
 
@@ -69,7 +69,7 @@ def test_the_loss_of_the_agent_ends_a_rollout_and_not_the_observer(monkeypatch: 
         interrupted(ranks, monkeypatch, calls=101)  # 50 steps of a group, and 49 of the other
         assert ended == []
         shown = [group.observations for group in ranks.observer.groups]
-        assert any(group.returns for group in ranks.observer.groups)
+        assert any(group.episodes for group in ranks.observer.groups)
         ranks.batcher.drop(ranks.context.me.name)  # as a new agent knows nothing of it
         again = ranks.rollout()
         for trajectory, observations in zip(again[1], shown, strict=True):

@@ -17,12 +17,13 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch import Tensor, distributions, nn
 
 from rolecall import UsageError
-from rolecall.jobs.rl import RlSettings, dqn, learners, model, sac
+from rolecall.jobs.rl import RlSettings, dqn, model, sac
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.dqn import FINAL_EPSILON, Dqn
 from rolecall.jobs.rl.networks import Normalizer
 from rolecall.jobs.rl.off_policy import OffPolicyLearner
 from rolecall.jobs.rl.replay import Batch
+from rolecall.jobs.rl.roles import make_learner
 from rolecall.jobs.rl.sac import Sac
 from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import CPU, random_trajectory, same, spaces_of
@@ -45,7 +46,7 @@ SMALL: dict[str, Any] = {
 def make(algorithm: str, threads: int = 1, observation: Space = VECTOR, **changed: Any) -> OffPolicyLearner:
     settings = RlSettings(algorithm=algorithm, **{**SMALL, **changed})
     spaces = spaces_of(observation, CONTROLS if algorithm == "sac" else THREE)
-    learner = learners.make(settings, spaces, choose(settings, spaces), CPU, threads)
+    learner = make_learner(settings, spaces, choose(settings, spaces), CPU, threads)
     assert isinstance(learner, OffPolicyLearner)
     return learner
 
@@ -96,7 +97,7 @@ def test_steps_of_sac(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     log_coefficient = nn.Parameter(torch.zeros(()))
     every = ([*policy.parameters()], [*critics.parameters()], [log_coefficient])
     optimizers = [torch.optim.Adam(parameters, lr=0.01) for parameters in every]
-    draws, batches = learner._draws.clone_state(), recorded(monkeypatch, learner)
+    draws, batches = learner._random.clone_state(), recorded(monkeypatch, learner)
     update = learn(learner, 1)
     assert len(batches) == 4
     # the steps' noise comes after the samples
@@ -143,8 +144,8 @@ def test_steps_of_sac(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         for one, other in zip(mine.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(learner.log_coefficient, log_coefficient)
-    assert list(update[:3]) == pytest.approx(np.mean(losses, 0), rel=1e-3)
-    assert update.exploration == pytest.approx(float(log_coefficient.detach().exp()), rel=1e-5)
+    assert [*update.values()][:3] == pytest.approx(np.mean(losses, 0), rel=1e-3)
+    assert update["exploration"] == pytest.approx(float(log_coefficient.detach().exp()), rel=1e-5)
 
 
 def test_steps_of_dqn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +176,7 @@ def test_steps_of_dqn(monkeypatch: pytest.MonkeyPatch) -> None:
     for mine, plain in ((learner.model.policy, policy), (learner.target, target)):
         for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-    assert update.value_loss == pytest.approx(np.mean(losses), rel=1e-3)
+    assert update["rl_baseline_loss"] == pytest.approx(np.mean(losses), rel=1e-3)
 
 
 @EACH
@@ -220,7 +221,7 @@ def test_a_rollout_without_a_step_changes_nothing(algorithm: str) -> None:
     before = copy.deepcopy(learner.state_dict())
     trajectory = random_trajectory(2, steps=1)
     trajectory.experience[:] = False
-    assert learner.update([trajectory]).passes == 0
+    assert learner.update([trajectory])["rl_update_passes"] == 0
     assert same(tensors(before), tensors(learner.state_dict()))
 
 
@@ -231,7 +232,7 @@ def test_epsilon_falls_after_the_random_steps() -> None:
     while learner.samples < 700:
         update = learn(learner, learner.samples)
         epsilons.append((learner.samples, float(learner.policy_state()["actions.epsilon"])))
-        assert update.exploration == epsilons[-1][1]
+        assert update["exploration"] == epsilons[-1][1]
     for samples, epsilon in epsilons:
         share = min(1.0, max(0.0, (samples - 50) / 500))
         assert epsilon == pytest.approx(1 - share * (1 - FINAL_EPSILON), abs=1e-6)
@@ -268,13 +269,6 @@ def test_a_loaded_learner_goes_on_exactly_as_the_saved_one(algorithm: str) -> No
         assert same(tensors(learner.state_dict()), tensors(resumed.state_dict()))
 
 
-def test_the_learning_rate_is_the_settings() -> None:
-    learner, resumed = make("sac", lr=1e-2), make("sac", lr=1e-4)
-    learn(learner, 1)
-    resumed.load_state_dict(learner.state_dict())
-    assert [group["lr"] for group in resumed.optimizer.param_groups] == [1e-4]
-
-
 # ---- models
 
 
@@ -283,8 +277,8 @@ def test_pictures(algorithm: str) -> None:
     learner = make(algorithm, observation=PICTURE)
     before = [parameter.clone() for parameter in learner.model.parameters()]
     update = learn(learner, 1, PICTURE)
-    assert learner.replay.observations.dtype == torch.uint8
-    assert all(map(math.isfinite, update))
+    assert learner.replay.columns["observations"].dtype == torch.uint8
+    assert all(map(math.isfinite, update.values()))
     assert not any(map(torch.equal, before, learner.model.parameters()))
 
 

@@ -6,71 +6,62 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
-from rolecall import Peer, PeerLostError, telemetry
-from rolecall.jobs.ps import JOB, PsSettings, cores, data, trainer
+from rolecall import Peer, PeerLostError
+from rolecall.jobs.ps import PsSettings, data, exchanges, trainer
 from rolecall.jobs.ps.exchanges import Exchanges
-from rolecall.jobs.ps.lead import make_ledger
-from rolecall.jobs.ps.messages import GradientKey, GradientPart, PartAnswer
+from rolecall.jobs.ps.lead import make_scheduler
+from rolecall.jobs.ps.messages import BatchReport, GradientKey
 from rolecall.jobs.ps.trainer import Trainer
+from rolecall.wire.messages import Deadline, Request
 from tests.integration import learning
-from tests.jobs.ps_calls import trainer_id
-from tests.jobs.test_ps_local import HERE, Servers
+from tests.jobs.ps_calls import HERE, Gang, trainer_id
 
 MODES = ["sync", "async", "local"]
 
 
-def settings_of(mode: str) -> PsSettings:
-    counting = {"model": HERE + "Counter", "dataset": HERE + "numbers", "lr": 1, "momentum": 0, "batch_size": 4}
-    outer = {"inner_steps": 3, "outer_lr": 1, "outer_momentum": 0}
-    return PsSettings(job="ps", update_mode=mode, lr_schedule="constant", epochs=2, **counting, **outer)
+class Generation(Gang):
+    """One with a lone trainer, in which rank 0 dies with the gradient of the number `lost_at`."""
 
+    def __init__(self, settings: PsSettings, number: int, lost_at: int) -> None:
+        me = trainer_id(0, generation=number)
+        super().__init__(settings, 1, make_scheduler(settings, learning.SAMPLES, [me]), generation=number)
+        self.keys, self.lost_at = list[GradientKey](), lost_at
 
-class Attached:
-    """The context of a lone trainer in one generation after the other: what its role uses of it."""
-
-    def __init__(self, settings: PsSettings) -> None:
-        self.settings, self.device, self.threads = settings, torch.device("cpu"), 1
-        self.metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
-        self.me, self.rank0, self.generation = Peer("trainer", 0, 1), Peer("ps", 0, 0), 0
-        self.keys: list[GradientKey] = []  # that were sent in this generation
-
-    def attach(self, lost_at: int) -> Servers:
-        """The next generation, in which rank 0 dies with the gradient of that number."""
-        self.generation, self.keys, self.lost_at = self.generation + 1, [], lost_at
-        me = trainer_id(0, generation=self.generation)
-        self.servers = Servers(self.settings, [me], make_ledger(self.settings, learning.SAMPLES, [me]))
-        return self.servers
-
-    def peers(self, role: str) -> list[Peer]:
-        return [self.rank0] if role == "ps" else [self.me]
-
-    def options(self, timeout: float) -> Attached:
-        return self
-
-    def call(self, to: Peer, method: Any, *args: Any) -> Future[Any]:
-        if method.__name__ == "exchange":
-            self.keys.append(args[0].key)
-            if args[0].key.number == self.lost_at:
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+        if request.method == "exchange":
+            self.keys.append(request.args[0].key)
+            if self.keys[-1].number == self.lost_at:
                 answer: Future[Any] = Future()
                 answer.set_exception(PeerLostError("ps_0 does not answer"))
                 return answer
-        request: Any = SimpleNamespace(method=method.__name__, args=args)
-        return self.servers.call(to.name, request, 1.0)
+        return super().call(to, request, deadline)
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        yield
 
-    def report_step(self, step: int) -> None: ...
+class Member:
+    """A trainer, which stays from one generation to the next."""
+
+    def __init__(self, mode: str) -> None:
+        counting = {"model": HERE + "Counter", "dataset": HERE + "numbers", "lr": 1, "momentum": 0, "batch_size": 4}
+        outer = {"inner_steps": 3, "outer_lr": 1, "outer_momentum": 0}
+        self.settings = PsSettings(job="ps", update_mode=mode, lr_schedule="constant", epochs=2, **counting, **outer)
+        self.generation = Generation(self.settings, 1, -1)
+        self.context = self.generation.contexts["trainer_0"]
+        self.role = Trainer(self.context)
+
+    def attach(self, lost_at: int = -1) -> Generation:
+        """The next generation."""
+        self.generation = Generation(self.settings, self.context.generation + 1, lost_at)
+        self.context.group.begin(self.generation.contexts["trainer_0"].group.attachment)
+        self.context.group.use(self.generation)
+        self.role.attached(self.context)
+        return self.generation
 
 
 @pytest.fixture
@@ -84,19 +75,16 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[PsSettings]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trainer_keeps_its_data_and_begins_anew_in_each_generation(mode: str, loads: list[PsSettings]) -> None:
-    context: Any = Attached(settings_of(mode))
-    member = Trainer(context)
+    member = Member(mode)
     for lost_at in (4, 1, 0):
-        context.attach(lost_at)
-        member.attached(context)
+        member.attach(lost_at)
         with pytest.raises(PeerLostError, match="does not answer"):
-            member.run()
-    servers = context.attach(-1)
-    member.attached(context)
-    member.run()
-    assert servers.flat.tolist() == [2.0] * learning.SAMPLES, "every sample once an epoch, and no gradient of before"
-    assert [key.number for key in context.keys] == list(range(len(context.keys)))
-    assert {key.trainer for key in context.keys} == {trainer_id(0, generation=4)}
+            member.role.run()
+    generation = member.attach()
+    member.role.run()
+    assert generation.flat.tolist() == [2.0] * learning.SAMPLES, "every sample once an epoch, no gradient of before"
+    assert [key.number for key in generation.keys] == list(range(len(generation.keys)))
+    assert {key.trainer for key in generation.keys} == {trainer_id(0, generation=5)}
     assert len(loads) == 1
 
 
@@ -112,46 +100,44 @@ def test_no_thread_and_no_replica_is_left_of_a_generation(mode: str, monkeypatch
     for name in ("Replica", "LocalReplica"):
         kind = getattr(trainer, name)
         monkeypatch.setattr(trainer, name, lambda context, kind=kind: keep(kind(context)))
-    context: Any = Attached(settings_of(mode))
-    member, before = Trainer(context), set(threading.enumerate())
+    member, before = Member(mode), set(threading.enumerate())
     for _ in range(3):
-        context.attach(lost_at=2)
+        member.attach(lost_at=2)
         with contextlib.suppress(PeerLostError):
-            member.run()
+            member.role.run()
     for thread in set(threading.enumerate()) - before:
         thread.join(30)
         assert not thread.is_alive()
-    context.servers = None  # it has the answers' futures
+    member.attach()  # the generation before has the answers' futures
     gc.collect()
     assert len(replicas) == 0
 
 
 def test_nothing_is_sent_after_the_generation_that_it_was_computed_in() -> None:
     """A `run` that computes meanwhile is told with its next exchange."""
-    context: Any = Attached(settings_of("sync"))
-    context.attach(-1)
-    exchanges = Exchanges(context, 1.0)
-    context.servers.call = lambda *args: Future[PartAnswer]()
-    message = GradientPart(GradientKey(exchanges.me, 5), 0, None, None)
-    sent = exchanges.send(0, message)
-    context.attach(-1)
+    member = Member("sync")
+    sending = Exchanges(member.context, member.generation.lead.module)
+    following = member.attach()
     with pytest.raises(PeerLostError, match="generation 1 has ended for trainer_0"):
-        exchanges.send(0, message).result()
-    assert context.keys == []
-    assert not sent.done()
-    exchanges.close()
+        sending.send(5, 0, None, BatchReport(0, 0)).result(30)
+    assert following.keys == []
+    sending.close()
 
 
 def test_orders_of_an_earlier_lead_are_void() -> None:
-    context: Any = Attached(settings_of("local"))
-    member = Trainer(context)
-    member.end_rounds(2)
-    member.attached(context)
-    assert member.ending.empty()
+    member = Member("local")
+    member.role.end_rounds(2)
+    member.attach()
+    assert member.role.ending.empty()
 
 
 @pytest.mark.parametrize(("address", "trainers", "threads"), [("127.0.0.1", 1, 8), ("127.0.0.1", 3, 2), ("ps", 3, 8)])
-def test_trainers_of_one_machine_share_its_cores(address: str, trainers: int, threads: int) -> None:
-    context: Any = Attached(PsSettings(job="ps", master_addr=address))
-    context.threads, context.peers = 8, lambda role: [Peer("trainer", n, n) for n in range(trainers)]
-    assert cores.threads(context) == threads
+def test_trainers_of_one_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, address: str, trainers: int, threads: int
+) -> None:
+    chosen = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    peers = [Peer("trainer", n, n) for n in range(trainers)]
+    context: Any = SimpleNamespace(settings=PsSettings(master_addr=address), threads=8, peers=lambda role: peers)
+    exchanges.share_cores(context)
+    assert chosen == [threads]

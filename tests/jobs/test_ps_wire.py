@@ -1,4 +1,4 @@
-"""WIRE_DTYPE of `ps`: payloads of blocks, error feedback, and each trainer's view of the parameters."""
+"""WIRE_DTYPE of `ps`: error feedback, and each trainer's view of the parameters."""
 
 from __future__ import annotations
 
@@ -6,51 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.messages import GradientKey as Key
-from rolecall.jobs.ps.wire import BLOCK_ELEMENTS, MAX_INTEGER, Receiver, Sender, Views, decode, pack, unpack
+from rolecall.jobs.ps.wire import Receiver, Sender, Views, decode
+from rolecall.weights.packing import BLOCK_ELEMENTS
 
 PACKED = ["int8", "int4"]
-DTYPES = ["float32", *PACKED]
-ROUNDING = 2.0**-23  # of float32
 
 
 def normal(size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def vectors() -> st.SearchStrategy[Tensor]:
-    """Vectors of all kinds of sizes and magnitudes, some with many zeros."""
-    drawn = st.tuples(st.integers(1, 700), st.integers(0, 10**6), st.floats(1e-30, 1e37), st.sampled_from([0, 0.5, 1]))
-    return drawn.map(lambda of: normal(of[0], of[1]) * of[2] * (torch.rand(of[0]) >= of[3]))
-
-
-# ---- blocks
-
-
-@pytest.mark.parametrize(
-    ("dtype", "count", "size"),
-    [("int8", 1, 260), ("int8", 257, 520), ("int4", 256, 132), ("int4", 1_199_882, 4688 * 132)],
-)
-def test_a_payload_has_a_scale_and_the_integers_of_each_block(dtype: str, count: int, size: int) -> None:
-    payload, _ = pack(torch.ones(count), dtype)
-    assert payload.nbytes == payload.untyped_storage().nbytes() == size
-
-
-@settings(max_examples=100, deadline=None)
-@given(vectors(), st.sampled_from(PACKED))
-def test_unpacked_is_the_nearest_multiple_of_the_scale(values: Tensor, dtype: str) -> None:
-    before = values.clone()
-    payload, decoded = pack(values, dtype)
-    assert torch.equal(values, before)
-    assert torch.equal(unpack(payload, len(values), dtype), decoded)
-    for block, rounded in zip(before.split(BLOCK_ELEMENTS), decoded.split(BLOCK_ELEMENTS), strict=True):
-        scale = max(float(block.abs().max()) / MAX_INTEGER[dtype], torch.finfo(torch.float32).tiny)
-        assert (block - rounded).abs().max() <= 0.5001 * scale
+# ---- error feedback
 
 
 @pytest.mark.parametrize("dtype", PACKED)
@@ -64,35 +34,6 @@ def test_a_value_that_is_not_finite_makes_its_block_not_finite_now_and_next(dtyp
         assert not decoded.split(BLOCK_ELEMENTS)[at // BLOCK_ELEMENTS].isfinite().any()
 
 
-# ---- error feedback
-
-
-def test_float32_travels_as_it_is() -> None:
-    gradient = normal(100)
-    assert Sender(100, "float32").encode(gradient) is gradient
-    assert decode(gradient, 100, "float32") is gradient
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 700),
-    st.lists(st.sampled_from([0.0, 1e-12, 1e-3, 1.0, 1e3]), min_size=1, max_size=12),
-    st.integers(0, 10**6),
-    st.sampled_from(PACKED),
-)
-def test_sent_and_held_add_up_to_the_gradients(size: int, scales: list[float], seed: int, dtype: str) -> None:
-    sender, total, sent = Sender(size, dtype), torch.zeros(size).double(), torch.zeros(size).double()
-    magnitude = 0.0
-    for step, scale in enumerate(scales):
-        gradient = normal(size, seed + step) * scale
-        before = gradient.clone()
-        sent += decode(sender.encode(gradient), size, dtype)
-        assert torch.equal(gradient, before)
-        total, magnitude = total + gradient, magnitude + float(gradient.abs().max())
-    # each of a few float32 additions a step rounds once
-    assert (total - sent - sender.held).abs().max() <= 4 * len(scales) * ROUNDING * magnitude
-
-
 def test_a_payload_does_not_change_with_the_next_gradient() -> None:
     sender = Sender(10, "int8")
     first = sender.encode(torch.full((10,), 1.01))
@@ -102,29 +43,6 @@ def test_a_payload_does_not_change_with_the_next_gradient() -> None:
 
 
 # ---- views
-
-
-@pytest.mark.parametrize("dtype", PACKED)
-def test_differences_bring_a_trainer_to_the_servers_parameters(dtype: str) -> None:
-    parameters, views, receiver = normal(3001), Views(dtype), Receiver(3001, dtype)
-
-    def answered(number: int) -> Tensor:
-        [payload] = views.encode(parameters, [Key("a", number)]).values()
-        return receiver.receive(payload)
-
-    received = answered(0)
-    first = received.clone()
-    parameters += 1
-    assert torch.equal(received, first), "the first parameters are a copy, and whole"
-    for number in range(1, 6):
-        parameters += 0.01 * normal(3001, number)
-        kept, before = received.clone(), received
-        received = answered(number)
-        assert torch.equal(before, kept), "what was received does not change"
-    apart = (parameters - received).norm()
-    for number in range(6, 36):
-        received = answered(number)
-    assert (parameters - received).norm() < apart / 100
 
 
 def test_trainers_share_a_view_until_one_is_answered_without_the_other() -> None:
@@ -155,12 +73,6 @@ def test_trainers_share_a_view_until_one_is_answered_without_the_other() -> None
     answer(6, "b")
     answer(0, "c")
     assert answer(7, "bc").keys() == {"b", "c"}, "a trainer that comes later has a view of its own"
-
-
-def test_a_trainer_with_two_gradients_is_sent_a_difference_once() -> None:
-    parameters, views = normal(10), Views("int8")
-    views.encode(parameters, [Key("a", 0)])
-    assert views.encode(parameters + 1, [Key("a", 2), Key("a", 1)]).keys() == {Key("a", 1)}
 
 
 # ---- settings

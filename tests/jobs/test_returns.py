@@ -6,7 +6,6 @@ from typing import Any
 
 import hypothesis.extra.numpy as hnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ FACTORS = st.one_of(st.sampled_from([0.0, 0.5, 0.99, 1.0]), st.floats(0, 1))
 
 
 def trajectory_of(rewards: Array, dones: Array, carried: Array) -> Trajectory:
-    """A trajectory as `Recorder` makes it; `carried` are the dones of the step before the rollout."""
+    """A trajectory as `TrajectoryBuilder` makes it; `carried` are the dones of the step before the rollout."""
     experience = np.concatenate([carried[None], dones])[:-1] == Done.CONTINUES
     observations = np.zeros((len(rewards) + 1, rewards.shape[1], 1), np.float32)
     actions, states = np.zeros(rewards.shape, np.int64), np.zeros((1, rewards.shape[1], 0), np.float32)
@@ -93,51 +92,3 @@ def test_returns_equal_the_reference(rollout: tuple[Trajectory, Array], gamma: f
     assert returns.dtype == np.float32
     kept = trajectory.experience
     np.testing.assert_allclose(returns[kept], expected[kept], rtol=1e-4, atol=1e-3)
-
-
-@given(rollouts(), FACTORS, FACTORS)
-@settings(deadline=None, max_examples=40)
-def test_what_stands_in_a_row_that_resets_is_never_used(
-    rollout: tuple[Trajectory, Array], gamma: float, decay: float
-) -> None:
-    trajectory, values = rollout
-    kept = trajectory.experience
-    before = lambda_returns(trajectory, values, gamma, decay)[kept]
-    trajectory.rewards[~kept] = np.nan
-    assert np.array_equal(lambda_returns(trajectory, values, gamma, decay)[kept], before)
-
-
-@given(rollouts(), FACTORS)
-@settings(deadline=None, max_examples=40)
-def test_whole_returns_take_values_only_of_truncated_episodes(rollout: tuple[Trajectory, Array], gamma: float) -> None:
-    """A decay of 1, as the tutorial's policy gradient has it."""
-    trajectory, values = rollout
-    kept = trajectory.experience
-    before = lambda_returns(trajectory, values, gamma, 1.0)[kept]
-    used = np.zeros(values.shape, bool)
-    used[1:][trajectory.dones == Done.TRUNCATED] = True
-    used[-1] |= trajectory.dones[-1] == Done.CONTINUES
-    values[~used] = np.nan
-    assert np.array_equal(lambda_returns(trajectory, values, gamma, 1.0)[kept], before)
-
-
-@pytest.mark.parametrize(
-    ("end", "decay", "expected"),
-    [
-        (Done.TERMINATED, 1.0, [1 + 0.5 * 2, 2]),
-        (Done.TRUNCATED, 1.0, [1 + 0.5 * (2 + 0.5 * 8), 2 + 0.5 * 8]),
-        (Done.TERMINATED, 0.25, [1 + 0.5 * (0.25 * 2 + 0.75 * 100), 2]),
-        (Done.TRUNCATED, 0.25, [1 + 0.5 * (0.25 * (2 + 0.5 * 8) + 0.75 * 100), 2 + 0.5 * 8]),
-    ],
-    ids=["terminated", "truncated", "terminated, a quarter", "truncated, a quarter"],
-)
-def test_by_hand(end: int, decay: float, expected: list[float]) -> None:
-    """Two steps to an end, the step that resets, two steps that go on beyond the rollout."""
-    rewards = np.array([[1], [2], [0], [4], [16]], np.float32)
-    dones = np.array([[Done.CONTINUES], [end], [Done.CONTINUES], [Done.CONTINUES], [Done.CONTINUES]], np.uint8)
-    values = np.array([[100], [100], [8], [100], [100], [32]], np.float32)
-    trajectory = trajectory_of(rewards, dones, np.array([Done.CONTINUES], np.uint8))
-    returns = lambda_returns(trajectory, values, 0.5, decay)[:, 0]
-    assert returns[:2].tolist() == expected
-    last = 16 + 0.5 * 32
-    assert returns[3:].tolist() == [4 + 0.5 * (decay * last + (1 - decay) * 100), last]

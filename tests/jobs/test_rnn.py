@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from rolecall import Context, Peer, UsageError, config, telemetry
 from rolecall.declare.task import Attachment
-from rolecall.jobs.rnn import RnnSettings, corpus, evaluate, loss, model
-from rolecall.jobs.rnn.corpus import TextDescription, Vocabulary
+from rolecall.jobs.rnn import RnnSettings, corpus, loss, model
+from rolecall.jobs.rnn.corpus import Vocabulary
 from rolecall.jobs.rnn.metrics import METRICS
 from rolecall.jobs.rnn.roles import ModelServer
 
@@ -181,13 +181,3 @@ def test_the_unknown_word_is_never_drawn() -> None:
         decoder.bias.copy_(torch.tensor([50.0, 0.0, 0.0]))
     drawn = {decoder.sample(torch.zeros(5), 1.0, torch.Generator().manual_seed(seed)) for seed in range(20)}
     assert drawn == {1, 2}
-
-
-def test_a_checkpoint_that_was_trained_on_bytes_is_refused() -> None:
-    """Earlier versions had TOKENS=byte, whose checkpoints have the digest of the same text but no vocabulary."""
-    text = TextDescription("stdlib", "digest", Vocabulary(("<unk>", "a")), tokens=1, targets=1, steps=1)
-    text.load_state_dict({"digest": "digest", "vocabulary": ["<unk>", "a"]})
-    with pytest.raises(UsageError, match="or on bytes"):
-        text.load_state_dict({"digest": "digest", "vocabulary": []})
-    with pytest.raises(UsageError, match="was trained on bytes"):
-        evaluate.restore(RnnSettings(job="rnn"), {"text": {"vocabulary": []}})

@@ -9,15 +9,15 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.spaces import Box, MultiDiscrete
 from torch import Tensor
 
 from rolecall.jobs.rl import messages
-from rolecall.jobs.rl.actor import Actor, Recorder
+from rolecall.jobs.rl.actor import Actor, TrajectoryBuilder
 from rolecall.jobs.rl.messages import Done, Trajectory
 from rolecall.jobs.rl.networks import Output
 from rolecall.jobs.rl.ppo import Ppo
-from rolecall.jobs.rl.samples import Samples, join, lambda_returns, sequences_of, steps_of
+from rolecall.jobs.rl.samples import Samples, join, lambda_returns, samples_of
 from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import (
     CPU,
@@ -28,7 +28,6 @@ from tests.jobs.rl_parts import (
     flat,
     make,
     random_trajectory,
-    spaces_of,
 )
 
 VECTOR = Box(-10, 10, (4,), np.float32)
@@ -49,45 +48,21 @@ def value(observations: Tensor) -> Tensor:
 
 def test_steps_are_the_experience_in_order() -> None:
     trajectories = [random_trajectory(1), random_trajectory(2, steps=5, count=2)]
-    samples = join([steps_of(trajectory, value, 0.9, 0.8, CPU) for trajectory in trajectories])
+    samples = join([sequences(trajectory) for trajectory in trajectories])
     count = sum(int(trajectory.experience.sum()) for trajectory in trajectories)
     assert len(samples) == count < 20 * 3 + 5 * 2
     for name in ("observations", "actions", "log_probabilities"):
-        assert np.array_equal(getattr(samples, name).numpy(), flat(trajectories, name))
+        assert np.array_equal(getattr(samples, name)[:, 0].numpy(), flat(trajectories, name))
     values = [value(torch.from_numpy(trajectory.observations)).numpy() for trajectory in trajectories]
     assert np.array_equal(
-        samples.values.numpy(),
+        samples.values[:, 0].numpy(),
         np.concatenate([v[:-1][t.experience] for v, t in zip(values, trajectories, strict=True)]),
     )
     returns = [lambda_returns(t, v, 0.9, 0.8)[t.experience] for v, t in zip(values, trajectories, strict=True)]
-    assert np.array_equal(samples.returns.numpy(), np.concatenate(returns))
+    assert np.array_equal(samples.returns[:, 0].numpy(), np.concatenate(returns))
     assert bool(samples.used.all())
     assert not samples.ends.any()
     assert samples.states.shape == (count, 0)
-
-
-def test_parts_of_samples_are_samples() -> None:
-    samples = steps_of(random_trajectory(1), value, 0.9, 0.8, CPU)
-    part = samples[torch.tensor([3, 1])]
-    assert isinstance(part, Samples)
-    assert all(torch.equal(mine, whole[[3, 1]]) for mine, whole in zip(part.columns, samples.columns, strict=True))
-    assert len(samples[2:5]) == 3
-    assert join([samples]) is samples
-
-
-@pytest.mark.parametrize(
-    "observation", [Box(-1, 1, (), np.float64), Box(0, 255, (2, 3), np.uint8), Discrete(3)], ids=str
-)
-@pytest.mark.parametrize(
-    "action", [Discrete(3), MultiDiscrete([2, 3]), MultiBinary(2), Box(-1, 1, (2,), np.float32)], ids=str
-)
-def test_any_spaces_have_samples(observation: Space, action: Space) -> None:
-    spaces = spaces_of(observation, action)
-    trajectory = random_trajectory(1, spaces=spaces)
-    samples = steps_of(trajectory, lambda rows: rows.float().flatten(1).sum(1) if rows.ndim > 1 else rows, 1, 1, CPU)
-    assert samples.observations.shape[1:] == spaces.observation.shape
-    assert samples.observations.dtype == (torch.uint8 if observation.dtype == np.uint8 else torch.float32)
-    assert np.array_equal(samples.actions.numpy(), flat([trajectory], "actions"))
 
 
 # ---- sequences
@@ -102,7 +77,7 @@ class Values:
 
 
 def sequences(trajectory: Trajectory, values: Any = None) -> Samples:
-    return sequences_of(trajectory, values or Values(), 0.9, 0.8, CPU)
+    return samples_of(trajectory, values or Values(), 0.9, 0.8, CPU)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 19, 20, 21, 1000])
@@ -156,19 +131,6 @@ def test_the_state_begins_anew_after_what_only_resets(monkeypatch: pytest.Monkey
     assert np.array_equal(observations[:21], trajectory.observations)
 
 
-@pytest.mark.parametrize("length", [1, 3, 7, 64])
-def test_the_returns_do_not_depend_on_the_length(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    monkeypatch.setattr(messages, "SEQUENCE_STEPS", length)
-    trajectory = random_trajectory(5, 20, 4, state=1)
-    one, other = steps_of(trajectory, value, 0.9, 0.8, CPU), sequences(trajectory)
-    by_observation = {
-        tuple(row): float(total) for row, total in zip(one.observations.numpy(), one.returns, strict=True)
-    }
-    rows, returns = other.observations[other.used].numpy(), other.returns[other.used].tolist()
-    assert returns == pytest.approx([by_observation[tuple(row)] for row in rows], rel=1e-5)
-    assert len(rows) == len(one)
-
-
 # ---- a recurrent policy's replay
 
 
@@ -180,14 +142,14 @@ ACTIONS: list[tuple[Space, dict[str, Any]]] = [
 ]
 
 
-def record(where: str, learner: Ppo, action: Space = TWO, rollouts: int = 3, steps: int = 10) -> list[list[Trajectory]]:
+def record(where: str, learner: Ppo, rollouts: int = 3, steps: int = 10) -> list[list[Trajectory]]:
     """Two groups, of three environments and of four; at the agent they go through the policy together."""
     groups = [Shown(seed, rollouts * steps, 2 + seed) for seed in (1, 2)]
     actor = Actor(copy.deepcopy(learner.model), CPU)
     if where == "observer":
         recorded = by_observer(actor, groups, steps)
     else:
-        recorded = by_agent(actor, groups, steps, spaces_of(VECTOR, action), together=True)
+        recorded = by_agent(actor, groups, steps, together=True)
     rounds = list(itertools.islice(recorded, rollouts))
     resets = sum(int((~trajectory.experience).sum()) for each in rounds for trajectory in each)
     assert resets > 5
@@ -210,17 +172,10 @@ def test_what_was_recorded_is_replayed(
     with torch.no_grad():  # as trained: no longer about the same for all observations and states
         output.layer.get_parameter("weight").mul_(500)
     deviations = []
-    for trajectories in record(where, learner, action):
-        if memory == "none":
-            parts = [steps_of(trajectory, value, 0.9, 0.8, CPU) for trajectory in trajectories]
-        else:
-            parts = [sequences(trajectory) for trajectory in trajectories]
-        samples = join(parts)
-        if memory == "none":
-            parameters, _ = learner.model(samples.observations)
-        else:
-            unrolled, _ = learner.model.unroll(samples.observations.transpose(0, 1), samples.states, samples.ends.T)
-            parameters = unrolled.transpose(0, 1)[samples.used]
+    for trajectories in record(where, learner):
+        samples = join([sequences(trajectory) for trajectory in trajectories])
+        unrolled, _ = learner.model.unroll(samples.observations.transpose(0, 1), samples.states, samples.ends.T)
+        parameters = unrolled.transpose(0, 1)[samples.used]
         replayed = learner.model.actions.log_probability(parameters, samples.actions[samples.used]).detach()
         recorded = samples.log_probabilities[samples.used]
         assert len(replayed) == sum(int(trajectory.experience.sum()) for trajectory in trajectories)
@@ -229,58 +184,19 @@ def test_what_was_recorded_is_replayed(
     assert min(deviations) > 0.1  # they are not all the same number
 
 
-@BOTH
-def test_before_the_first_step_the_policy_has_not_changed(where: str) -> None:
-    """As the learner says it: no divergence, nothing clipped; the second pass has both."""
-    torch.manual_seed(2)
-    for epochs, quiet in ((1, True), (3, False)):
-        learner = make(VECTOR, TWO, memory="lstm", epochs=epochs, minibatches=1, lr=0.1)
-        trajectories = record(where, learner, rollouts=2)[1]
-        update = learner.update(trajectories)
-        assert (update.kl < 1e-6, update.clipped == 0) == (quiet, quiet)
-
-
-def test_both_ways_record_the_same_states() -> None:
-    """The states depend on what is seen alone; groups of different sizes went through the policy together."""
-    learner = make(memory="lstm")
-    for one, other in zip(record("agent", learner), record("observer", learner), strict=True):
-        for mine, theirs in zip(one, other, strict=True):
-            np.testing.assert_allclose(mine.states, theirs.states, atol=1e-6)
-            assert np.array_equal(mine.observations, theirs.observations)
-            assert np.array_equal(mine.experience, theirs.experience)
-            assert mine.states.shape[0] == 3  # steps 0, 4 and 8 of 10
-    assert not np.allclose(mine.states[0], 0)  # carried over from the rollout before
-
-
 # ---- the recorder
-
-
-def test_a_trajectory_needs_the_observations_after_its_last_action() -> None:
-    learner = make()
-    memory = Actor(learner.model, CPU).remember(2)
-    recorder = Recorder(3, memory)
-    with pytest.raises(ValueError, match="0 observations for 0 actions"):
-        recorder.trajectory()
-    seen = np.zeros((2, 4), np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint8)
-    recorder.see(*seen)
-    recorder.choose(np.zeros(2, np.int64), np.zeros(2, np.float32))
-    with pytest.raises(ValueError, match="1 observations for 1 actions"):
-        recorder.trajectory()
-    recorder.see(*seen)
-    assert recorder.trajectory().version == 3
 
 
 def test_a_trajectorys_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """What belongs to a step stands in its row: the reward and the end that its action led to."""
     monkeypatch.setattr(messages, "SEQUENCE_STEPS", 2)
-    memory = Actor(make().model, CPU).remember(1)
-    recorder = Recorder(0, memory)
+    builder = TrajectoryBuilder(0, Actor(make().model, CPU).initial_state(1))
     dones = [Done.TRUNCATED, Done.CONTINUES, Done.TERMINATED, Done.CONTINUES]
     for step, done in enumerate(dones):
-        recorder.see(np.full((1, 4), step, np.float32), np.array([10 * step], np.float32), np.array([done], np.uint8))
+        builder.see(np.full((1, 4), step, np.float32), np.array([10 * step], np.float32), np.array([done], np.uint8))
         if step < 3:
-            recorder.choose(np.array([step]), np.array([-step], np.float32))
-    trajectory = recorder.trajectory()
+            builder.choose(np.array([step]), np.array([-step], np.float32))
+    trajectory = builder.trajectory()
     assert trajectory.observations[:, 0, 0].tolist() == [0, 1, 2, 3]
     assert trajectory.actions.tolist() == [[0], [1], [2]]
     assert trajectory.log_probabilities.tolist() == [[0], [-1], [-2]]

@@ -106,15 +106,6 @@ def test_one_observer_does_not_push_out_the_others() -> None:
     assert score.spread == (87.0, 1262.0)
 
 
-def test_an_old_episode_no_longer_counts() -> None:
-    score = Score(10.0, "episodes")
-    score.add([episodes(-1e6)])
-    score.add([episodes(*[11.0] * (MEAN_EPISODES - 1))])
-    assert not score.solved
-    score.add([episodes(11.0)])
-    assert score.solved
-
-
 def test_the_policy_is_held_while_its_last_episodes_are_good() -> None:
     score = Score(10.0, "episodes")
     score.add([episodes(9.0)])
@@ -165,15 +156,6 @@ def test_before_the_first_episode_there_is_no_value(solved_by: Literal["episodes
     assert (score.value, score.solved, score.updates) == (None, False, 0)
     score.add([episodes(40.0, 60.0)])
     assert score.value == (50.0 if solved_by == "episodes" else score.running)
-
-
-def test_text_of_a_score() -> None:
-    assert str(Score(1.0, "episodes")) == "No episode has ended"
-    score, running = Score(1.0, "episodes"), Score(1.0, "running")
-    for each in (score, running):
-        each.add([episodes(40.0, 60.0)])
-    assert str(score) == "Mean return of the last 2 episodes is 50.00"
-    assert str(running) == "Running reward is now 2.50"
 
 
 @pytest.mark.parametrize("solved_by", ["episodes", "running"])

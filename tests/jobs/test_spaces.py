@@ -141,8 +141,8 @@ def test_the_images_of_a_flat_vector_are_named() -> None:
         Dict(a=VECTOR, b=Dict()),
         Box(0, 1, (0,)),
         Dict(a=VECTOR, b=Box(0, 1, (2, 0))),
-        Discrete(spaces.MAX_DISCRETE_VALUES + 1),
-        MultiDiscrete([spaces.MAX_DISCRETE_VALUES, 2]),
+        Discrete(spaces.MAX_VALUES + 1),
+        MultiDiscrete([spaces.MAX_VALUES, 2]),
     ],
     ids=str,
 )

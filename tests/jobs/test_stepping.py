@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rolecall import ProgramError
 from rolecall.jobs.rl import RlSettings, stepping
 from rolecall.jobs.rl.envs import Singles
-from rolecall.jobs.rl.stepping import BrokenEnvError, Envs, is_finite
+from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
 from tests.integration.environments import Match
 
 DEADLINE = 30.0  # seconds; a fail-safe, no measurement
@@ -253,20 +251,6 @@ def test_a_reset_ends_the_episodes_and_counts_them_nowhere(monkeypatch: pytest.M
     group.step(np.zeros(4, np.int64))
     assert group.rewards.tolist() == [3] * 4
     assert group.take_episodes() == [(3.0, 1)] * 2
-
-
-@given(st.lists(st.floats(width=32), min_size=1, max_size=8), st.sampled_from([np.float16, np.float32, np.float64]))
-@settings(deadline=None)
-def test_finite_is_finite(values: list[float], dtype: Any) -> None:
-    with np.errstate(over="ignore"):
-        numbers = np.array([values, values], dtype)
-    for one in (numbers, numbers.T):
-        assert is_finite(one) is bool(np.isfinite(one).all())
-
-
-def test_large_numbers_are_finite() -> None:
-    assert is_finite(np.full(9, 3e38, np.float32))
-    assert not is_finite(np.array([3e38, -3e38, np.nan], np.float32))
 
 
 # ---- environments that hang

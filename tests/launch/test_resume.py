@@ -24,11 +24,12 @@ from rolecall.errors import UNSAVED, UsageError
 from rolecall.gang.protocol import Answer, Beat, Directive, Effect, Heartbeat
 from rolecall.jobs.rl import RlSettings
 from rolecall.messages.codec import decode, encode
-from rolecall.rank import coordinator, run_files
+from rolecall.rank import run_files
 from rolecall.rank.coordinator import Coordinator
 from rolecall.record import rundir
-from rolecall.record.history import Record
+from rolecall.record.history import Start
 from rolecall.record.rundir import COORDINATOR_LOCK, DONE, GENERATION, WRITER_LOCK, Persisted, set_aside
+from rolecall.tunnel.rank0 import HEARTBEAT_PATH
 from tests.loops import in_a_loop
 from tests.ports import free_ports
 
@@ -176,7 +177,7 @@ async def train(lead: Coordinator) -> int:
                 digest = lead.job.agreement(lead.settings).digest
                 heartbeat = Heartbeat(role, 0, incarnation, sequence, epoch=epoch, job=lead.job.identity, digest=digest)
                 beat = encode(Beat(incarnation, sequence, heartbeat=heartbeat))
-                async with session.post(coordinator.PATH, data=beat) as response:
+                async with session.post(HEARTBEAT_PATH, data=beat) as response:
                     answer = decode(Answer, await response.read())
                     assert answer.directive is not None
                     directives[role] = answer.directive
@@ -361,7 +362,7 @@ async def test_a_run_whose_lock_file_is_gone_writes_nothing_over_that_of_a_secon
     async with rank_0(tmp_path, resume=True) as lead:
         (tmp_path / COORDINATOR_LOCK).unlink()
         rundir.lock(tmp_path, COORDINATOR_LOCK, 0).release()
-        rundir.write_generation(tmp_path, Persisted(7, "ps"))
+        rundir.write_generation(tmp_path, Persisted(7, "ps", ()))
         with pytest.raises(UsageError, match="replaced"):
             await lead.files.persist(effect)
     assert rundir.read_generation(tmp_path).number == 7
@@ -386,7 +387,7 @@ class FullDisk:
 async def end(lead: Coordinator, disk: FullDisk | None = None, failures: int = 0, saved: bool = True) -> int:
     """The job finishes; returns rank 0's exit code."""
     await train(lead)
-    lead.files.record([Record("start", 0, 0.0, 1), Record("train", 0, 1.0, 0)])
+    lead.files.journal.record([Start(1, 0)])
     lead.gang.state, lead.gang.summary = "finished", {} if saved else {rundir.CHECKPOINT_LOST: True}
     if disk:
         disk.times = failures
@@ -441,12 +442,12 @@ async def test_rows_that_come_while_a_stopped_run_is_reported_cost_no_page(
 ) -> None:
     async with rank_0(tmp_path, resume=True) as lead:
         await train(lead)
-        lead.files.record([Record("start", 0, 0.0, 1), Record("train", 0, 1.0, 0)])
+        lead.files.journal.record([Start(1, 0)])
         write = lead.files.journal._write
 
         def busy(content: bytes) -> None:
             write(content)
-            lead.files.journal.add(lead.files.journal.history.lose_rank("left", 1, "observer_0 left"))
+            lead.files.journal.happened("lost", 1, "left", "observer_0 left")
 
         monkeypatch.setattr(lead.files.journal, "_write", busy)
         monkeypatch.setattr(run_files.render, "write", lambda directory, state: (directory / rundir.PAGE).touch())

@@ -52,7 +52,7 @@ MESSAGES: dict[str, Any] = {
     "stuck": messages.Stuck,
     "result": messages.Result,
 }
-QUIET = {"records", "long_calls", "summary"}  # what is printed of no message
+QUIET = {"rows", "long_calls", "summary"}  # what is printed of no message
 
 
 def value_of(text: str) -> Any:
@@ -98,8 +98,8 @@ class World:
             match effect:
                 case Do(number, process.Send(message)):
                     lines.append(f"{number}: send {shown(message)}")
-                case Do(number, process.Keep(records)):
-                    lines += [f"{number}: keep"] if records else []
+                case Do(number, process.Record(rows)):
+                    lines += [f"{number}: record"] if rows else []
                 case Do(number, other):
                     lines.append(f"{number}: {shown(other)}")
                 case Make(number, place, attachment, check):

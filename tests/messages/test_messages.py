@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from io import BytesIO
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ from rolecall.messages import control, hosts, queries, sinks, tunnel, worker
 from rolecall.messages.codec import MessageError, convert, decode, decode_line, encode, encode_line
 from rolecall.messages.worker import FromWorker, ToWorker
 from rolecall.record.files import FileWork
-from rolecall.record.history import Record
+from rolecall.record.history import Event, Goal, Point, Stall, Start
 
 ME, OTHER = Peer("agent", 0, 0), Peer("observer", 2, 1, 3)
 PART = Attachment(3, ME, (ME, OTHER), ("observer_7",))
-RECORD = Record("score", 3, 1.5, math.inf)
+ROWS = (Start(1, 0), Point("score", 3, 1.5, 2.0), Goal(3.0), Stall("lost", 0.5), Event("joined", 1, count=2))
 LOST = (LostPeer(Join("observer", 2, 3)), LostPeer(Join("observer", 5), replace=True))
 ENDED = WorkerStatus(2, "ended", "finished", step=9, summary={"score": math.inf, "steps": 9}, lost_peers=LOST)
 HEARTBEAT = Heartbeat("agent", 0, "x", 4, node="node", epoch=3, worker=ENDED, leaving=True, job="rl")
@@ -41,8 +40,7 @@ PACKETS: dict[Any, list[Any]] = {  # the types that a reader decodes, and messag
         Answer("lead", Directive("failed", 0, 7, code=3, role="agent")),
     ],
     FromWorker: [
-        worker.Report(3, "saving", (RECORD,), (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)),
-        worker.Records((RECORD, RECORD)),
+        worker.Report(3, "saving", ROWS, (("ps_0", "pull", 2.0, 2),), FileWork("x", 1.0)),
         worker.Loaded(),
         worker.Connected(3, 1),
         worker.Detached(3, 1, "rank 0 is gone"),
@@ -68,19 +66,12 @@ PACKETS: dict[Any, list[Any]] = {  # the types that a reader decodes, and messag
         tunnel.GetTicket(WANTED),
         tunnel.Receive("wire"),
     ],
-    tunnel.Answer: [
-        tunnel.Answer(service="wire"),
-        tunnel.Answer(port=7),
-        tunnel.Answer(certificate=tunnel.Certificate("a", "b", False)),
-        tunnel.Answer(problem="it is gone"),
-    ],
-    sinks.ToSink: [
-        sinks.Open({"title": "rl"}),
-        sinks.Write([["point", "loss", 1, math.inf]]),
-        sinks.End("stopped", None),
-    ],
+    tunnel.Certificate: [tunnel.Certificate("a", "b", False)],
+    str | tunnel.Problem: ["0123456789abcdef", tunnel.Problem("it is gone")],
 }
 LINES: dict[Any, list[Any]] = {
+    sinks.Open: [sinks.Open({"title": "rl"}, 70)],
+    sinks.End: [sinks.End("stopped")],
     hosts.ToHost: [
         hosts.Files({"job.py": b"\0\xff"}),
         hosts.Start("agent 0", {"JOB_TOKEN": "a secret"}, alone=True),
@@ -168,10 +159,3 @@ def test_a_question_has_a_kind() -> None:
 
 def test_a_token_is_in_no_log() -> None:
     assert "a secret" not in repr(hosts.Start("agent 0", {"JOB_TOKEN": "a secret"}, alone=True))
-
-
-def test_a_sink_reads_to_the_end_of_its_input() -> None:
-    sent = [sinks.Open({"title": "rl"}), sinks.Write([["start", 1, 2, 3.0]]), sinks.End("stopped", None)]
-    data = b"".join(map(sinks.frame, sent))
-    assert list(sinks.read(BytesIO(data))) == sent
-    assert list(sinks.read(BytesIO(data[: -1 - len(encode(sent[-1]))]))) == sent[:2]

@@ -21,6 +21,7 @@ from rolecall.observe.doctor import command, diagnosis
 from rolecall.observe.doctor.checks import Finding, examine
 from rolecall.observe.doctor.subject import Subject
 from rolecall.tunnel import places
+from rolecall.tunnel.rank0 import DOCTOR_PATH
 from tests.ports import free_ports
 from tests.tunnel.tunnel_process import JOB, RANK_0
 from tests.tunnel.tunnels import TOKEN, Tunnel
@@ -69,7 +70,8 @@ class Lead:
             return web.json_response({**json.loads(answer.body), **self.answers})
 
         app = web.Application(middlewares=[replace])
-        diagnosis.serve(app, job(), self.settings, "", lambda: {"state": "running", "missing": []})
+        gang = {"state": "running", "missing": []}
+        app.add_routes([web.get(DOCTOR_PATH, diagnosis.answer(job(), self.settings, lambda: gang))])
         return app
 
     async def _start(self) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rolecall.observe.stacks import deadlocks, stack_report
-from rolecall.observe.stacks.deadlocks import Call, Conclusions, Rank, Wait
-from rolecall.record.stacks import Frame, State, Thread
+from rolecall.observe.stacks.deadlocks import Conclusions, Wait
+from rolecall.observe.stacks.threads import Call, Frame, Rank, State, Thread
 from rolecall.wire.messages import MAX_RUNNING
 
 RPC = Frame("_run_function", "torch/distributed/rpc/internal.py", 209)
@@ -142,7 +142,7 @@ def test_an_answer_that_comes_later_may_come_from_any_rank_that_is_at_work() -> 
 
 def test_unknown_rank_counts_as_active() -> None:
     trainer, server = two_with_a_lock()
-    silent = Rank("ps_0", running=False, error="did not answer within 12 s")
+    silent = Rank("ps_0", error="did not answer within 12 s")
     assert look(trainer, silent).deadlocks == ()
     assert look(trainer, silent).active == ("ps_0",)
     assert look(server).deadlocks == ()  # whom it waits for has left

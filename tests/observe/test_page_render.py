@@ -7,34 +7,36 @@ import hashlib
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
+from rolecall.declare import describe
 from rolecall.gang.protocol import RoleSpec
 from rolecall.observe.page import render, state
 from rolecall.observe.page.rates import Rates
-from rolecall.observe.page.state import GangView, Titles
-from rolecall.record.history import History
+from rolecall.observe.page.state import GangView
+from rolecall.record.history import History, Point, Start
+from tests.record.histories import ended
 
 EVIL = "</script><script>alert(1)</script><img src=https://evil.example/x onerror=alert(2)>&\"'\u2028<!--{{policy}}"
 
 
 def shown(text: str = EVIL) -> dict[str, Any]:
     """A state in which everything that a job can name is `text`."""
-    run = History()
-    run.record([("start", 0, 0.0, 1), ("score", 1, 1.0, 2.0)])
-    run.end_generation("failed", 1, text)
-    titles = Titles(text, text, text, text, version=text)
+    run = History([Start(1, 0), Point("score", 1, 2.0, 1.0), Point(text, 1, 1.0, 1.0), ended("failed", 1, text)])
     gang = GangView("failed", text, missing=(text,))
     counted = Rates()
-    counters = {"queues": {text: {"size": 1}}, "weights": {text: {"version": 1}}, "logged": {text: 1}}
+    counters = {"queues": {text: {"size": 1}}, "weights": {text: {"version": 1}}}
     counted.take(
         {("lead", 0): {"started": 1, "at": 1, "methods": {}, "values": {}, "log": [], **counters}}, [("lead", 0)]
     )
-    roles, summary = [RoleSpec("lead", 1, 1, 1, elastic=False)], {"state": text, "result": {text: text}}
-    return state.of_gang(titles, roles, gang, run, counted, settings={text: text}, now=1.0, summary=summary)
+    words = dict.fromkeys(("name", "summary", "score", "unit", "version"), text)
+    job = replace(describe.describe("rl"), roles=(RoleSpec("lead", 1, 1, 1, elastic=False),), **words)
+    summary = {"state": text, "result": {text: text}}
+    return state.of_gang(job, gang, run, counted, settings={text: text}, now=1.0, summary=summary)
 
 
 SHOWN = shown()

@@ -7,27 +7,28 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rolecall import telemetry
+from rolecall.declare import describe
 from rolecall.gang.protocol import Query, RoleSpec, WorkerStatus
 from rolecall.messages.codec import encode_line
 from rolecall.messages.queries import Question
 from rolecall.observe.page import rates, state
 from rolecall.observe.page.rates import Rates, quantile
-from rolecall.observe.page.state import GangView, MemberView, Titles
+from rolecall.observe.page.state import GangView, MemberView
 from rolecall.rank import stats
 from rolecall.rank.queries import Replies
-from rolecall.record import history
-from rolecall.record.history import History
+from rolecall.record.history import Event, Goal, History, Point, Start
 from tests.record import histories
 
 ROLES = (RoleSpec("agent", 1, 1, 1, elastic=False), RoleSpec("observer", 3, 1, 8, elastic=True))
 AGENT, FIRST, SECOND, THIRD = ("agent", 0), ("observer", 0), ("observer", 1), ("observer", 2)
-TITLES = Titles("rl", "learns", "return", "steps")
+JOB = replace(describe.describe("rl"), roles=ROLES)
 NOW = 2000.0
 
 
@@ -37,19 +38,18 @@ def works(generation: int = 2, **values: Any) -> MemberView:
 
 def trained() -> History:
     """Two generations: an observer was lost in the first, which a kill of rank 0's worker ended."""
-    run = History()
-    run.record([("start", 0, 0.0, 1), ("train", 0, 1.0, 0), ("goal", 0, 1.0, 475.0)])
-    run.record([("score", step, 1.0 + step, float(step)) for step in range(1, 11)])
-    run.lose_rank("killed", 1, "the worker of observer_1 ended: killed")
-    run.end_generation("crashed", 1, "agent_0: Traceback\nValueError: <b>broken</b>")
-    run.record([("start", 8, 100.0, 2), ("train", 8, 101.0, 0), ("score", 12, 105.0, 12.0), ("loss", 12, 105.0, 0.5)])
-    return run
+    run = histories.journal()
+    run.record([Start(1, 0), Goal(475.0), *(Point("score", step, float(step), step) for step in range(1, 11))])
+    run.happened("lost", 1, "killed", "the worker of observer_1 ended: killed")
+    run.happened("ended", 1, "crashed", "agent_0: Traceback\nValueError: <b>broken</b>")
+    run.record([Start(2, 8), Point("score", 12, 12.0, 4.0), Point("loss", 12, 0.5, 4.0), Point("age", 12, 1.5, 4.0)])
+    return run.history
 
 
 def shown(gang: GangView, run: History | None = None, counted: Rates | None = None, **values: Any) -> dict[str, Any]:
     """The state, as a browser reads it."""
     run, rates = run or trained(), counted or Rates()
-    made = state.of_gang(TITLES, ROLES, gang, run, rates, settings={"SEED": 1}, now=NOW, **values)
+    made = state.of_gang(JOB, gang, run, rates, settings={"SEED": 1}, now=NOW, **values)
     return json.loads(json.dumps(made, allow_nan=False))
 
 
@@ -154,8 +154,8 @@ def test_generations_say_why_they_ended() -> None:
 
 def test_generations_have_joins_and_stays() -> None:
     run = trained()
-    run.keep_workers(1, 2)
-    run.add_ranks(2, 2, "observer_1-2")
+    for event in (Event("stayed", 2), Event("joined", 2, reason="observer_1-2", count=2)):
+        run.add(event)
     state = shown(GangView("running", number=2), run)
     first, second = state["generations"]
     assert (first["joined"], first["stayed"]) == ([], 0)
@@ -165,14 +165,8 @@ def test_generations_have_joins_and_stays() -> None:
 
 
 def test_untrained_and_killed_generations_are_listed() -> None:
-    run = History()
-    run.end_generation("failed", 1, "agent_0: ImportError")
-    run.record([("start", 0, 0.0, 2)])
-    again = History()
-    for row in histories.rows(run):
-        again.add(row)
-    again.record([("start", 5, 9.0, 3)])
-    rows = state.generations(again)
+    run = History([Event("ended", 1, "failed", "agent_0: ImportError"), Start(2, 0), Start(3, 5, 9.0, "restarted")])
+    rows = state.generations(run)
     assert [(row["number"], row["began"] is None, row["cause"]) for row in rows] == [
         (1, True, "failed"),
         (2, False, "restarted"),
@@ -191,16 +185,6 @@ def test_the_state_has_what_the_page_shows() -> None:
     assert one["curve"]["loss"] == [[12, 14.0, 0.5]]
     assert one["settings"] == {"SEED": 1}
     assert one["summary"] == {"state": "x"}
-
-
-def test_a_long_curve_keeps_its_ends_and_its_newest_point() -> None:
-    points = [history.Point(step, step / 10, 1 / 3) for step in range(1, 5001)]
-    newest = history.Point(5003, 501.0, 7.0)
-    thinned = state.thin(points, newest)
-    assert len(thinned) == state.MAX_POINTS + 1
-    assert [point[0] for point in thinned[:1] + thinned[-2:]] == [1, 5000, 5003]
-    assert thinned[0][2] == 0.333333
-    assert state.thin(points[:2], points[1]) == [[1, 0.1, 0.333333], [2, 0.2, 0.333333]]
 
 
 # ---- rates
@@ -276,10 +260,7 @@ def test_weights_say_who_is_behind_and_what_was_saved() -> None:
 
 
 def test_values_that_the_job_logs_are_shown() -> None:
-    counted = Rates()
-    assert shown(GangView("running"), counted=counted)["logged"] == {}
-    take(counted, {AGENT: {**reply(1.0, 1), "logged": {"age": 1.5}}})
-    assert shown(GangView("running"), counted=counted)["logged"] == {"age": 1.5}
+    assert shown(GangView("running"))["logged"] == {"age": 1.5}
 
 
 CHANGES: list[dict[str, Any]] = [{"at": math.nan}, {"methods": {"act": {"buckets": [1]}}}, {"log": [1]}]
@@ -337,6 +318,7 @@ class Workers:
 def test_a_supervisor_reports_its_workers_counters_and_its_own_errors(tmp_path: Path) -> None:
     program = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from rolecall import telemetry
 telemetry.use_directory(Path(sys.argv[1]))
@@ -351,8 +333,6 @@ metrics.queue_items.labels("samples").inc(30)
 metrics.weights_version.labels("policy").set(5)
 metrics.weights_bytes.labels("policy").inc(100)
 metrics.weights_saved_bytes.labels("policy").inc(300)
-metrics.value.labels("age").set(1.5)
-metrics.value.labels("spoilt").set(float("nan"))
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
 
@@ -382,6 +362,5 @@ metrics.value.labels("spoilt").set(float("nan"))
     assert (report.values["step"], report.values["worker_starts"]) == (7.0, 3.0)
     assert report.queues == {"samples": rates.QueueCounters(depth=2.0, size=8.0, items=30.0)}
     assert report.weights == {"policy": rates.WeightsCounters(version=5.0, received=100.0, saved=300.0)}
-    assert report.logged == {"age": 1.5}
     (logged,) = report.log
     assert (logged.level, logged.text) == ("error", "broken <b> problem=disk\nTraceback\nOSError")

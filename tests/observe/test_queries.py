@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from rolecall.gang.protocol import Beat, Query
 from rolecall.messages.queries import Leave, Question, ReadStacks, ReadStats, StartTrace
 from rolecall.observe import ask, targets
 from rolecall.rank import endpoints, queries
-from rolecall.rank.queries import Queries, Replies
-from rolecall.rank.signed_queries import SignedQueries
+from rolecall.rank.queries import Queries, Replies, SignedQueries
+from rolecall.tunnel.rank0 import REPLY_PATH
 from rolecall.tunnel.signatures import DeniedError, SignatureChecker, sign
 from tests.ports import free_ports
 from tests.rank.test_coordinator import FIRST, first_beat, serving, waits
@@ -53,7 +53,7 @@ def test_a_waiting_heartbeat_brings_the_query_and_the_reply_arrives(tmp_path: Pa
             answer = await waiting
             (query,) = answer.queries
             assert (query.what, query.arguments, query.timeout) == ("trace", {"seconds": 2.0}, 20)
-            url = f"http://127.0.0.1:{lead.settings.port}{queries.PATH}"
+            url = f"http://127.0.0.1:{lead.settings.port}{REPLY_PATH}"
             async with aiohttp.ClientSession() as session:
                 for _ in range(2):  # the second is one too many, and does no harm
                     async with session.post(url, json={"number": query.number, "result": {"clock_ns": 7}}) as response:
@@ -180,10 +180,12 @@ def test_a_request_that_is_not_signed_for_what_it_asks_is_refused(token: str, ch
         SignatureChecker(token).check(**{**request, **change})
 
 
-async def outside(settings: Settings, first: bool, asked: Queries | None) -> tuple[web.AppRunner, str]:
+async def outside(
+    settings: Settings, first: bool, asked: Queries | None, over: Callable[[], bool] = lambda: False
+) -> tuple[web.AppRunner, str]:
     served = SignedQueries(settings, first)
     if asked:
-        served.start(asked, lambda: False)
+        served.start(asked, over)
     app = web.Application()
     app.add_routes(served.routes())
     runner = web.AppRunner(app)
@@ -257,17 +259,12 @@ def test_what_is_asked_of_a_job_that_is_over_is_refused_at_once(monkeypatch: pyt
 
     async def steps() -> None:
         over = asyncio.Event()
-        served = SignedQueries(Settings(job="ps", job_token=SecretStr(TOKEN)), True)
-        served.start(Queries(lambda: {("ps", 0)}, lambda key: over.set()), over.is_set)
-        app = web.Application()
-        app.add_routes(served.routes())
-        runner = web.AppRunner(app)
-        await runner.setup()
-        port = free_ports(1)[0]
-        await endpoints.listen(runner, "127.0.0.1", port, "METRICS_PORT")
+        asked = Queries(lambda: {("ps", 0)}, lambda key: over.set())
+        settings = Settings(job="ps", job_token=SecretStr(TOKEN))
+        runner, target = await outside(settings, True, asked, over.is_set)
         try:
             with pytest.raises(UsageError, match="the job is over"):
-                await ask.ask(f"127.0.0.1:{port}", "stacks", timeout=600.0)  # it ends while it is asked
+                await ask.ask(target, "stacks", timeout=600.0)  # it ends while it is asked
         finally:
             await runner.cleanup()
 

@@ -10,29 +10,24 @@ from typing import Any
 import pytest
 
 from rolecall.config import Settings
-from rolecall.declare import registry
+from rolecall.declare import describe, registry
 from rolecall.observe import report
-from rolecall.record import history, rundir
-from rolecall.record.history import History, Record
+from rolecall.record import rundir
+from rolecall.record.history import Goal, History, Point, Row, Stall, Start
+from tests.record import histories
 
 
 def trained(job: str = "rl", **values: str) -> tuple[History, dict[str, Any]]:
     """Two generations of a hundred steps, and their summary."""
-    run = History()
-    records: list[history.Record] = [("start", 0, 0.0, 3), ("train", 0, 1.0, 0)]
-    if job == "rl":
-        records.append(("goal", 0, 1.0, 475.0))
+    rows: list[Row] = [Start(3, 0), *([Goal(475.0)] if job == "rl" else [])]
     for step in range(1, 101):
-        records += [("score", step, 1.0 + step, 300 * math.sin(step / 50)), ("done", step, 1.0 + step, 64.0 * step)]
-    run.record(records)
-    run.end_generation("killed")
-    run.record([("start", 90, 200.0, 4), ("train", 90, 201.0, 0), ("score", 100, 211.0, 250.0)])
-    run.record([("loss", 100, 211.0, 0.5), ("done", 100, 211.0, 6400.0)])
-    loaded, settings = registry.load(job, **values)
-    titles: dict[str, Any] = {"score": loaded.score, "unit": loaded.unit, "lower": loaded.lower}
+        rows += [Point("score", step, 300 * math.sin(step / 50), step), Point("done", step, 64.0 * step, step)]
+    rows += [histories.ended("killed"), Start(4, 90, 100.0, "killed"), Point("score", 100, 250.0, 110.0)]
+    run = History([*rows, Point("loss", 100, 0.5, 110.0), Point("done", 100, 6400.0, 110.0)])
+    _, settings = registry.load(job, **values)
     members, result = [("agent", 0), ("observer", 0), ("observer", 3)], {"solved": True, "accuracy": float("nan")}
     end = run.began + 3600
-    summary = report.summary(job, variables(settings), run, "finished", "", members, result, end, **titles)
+    summary = report.summary(describe.describe(job), variables(settings), run, "finished", "", members, result, end)
     return run, summary
 
 
@@ -44,10 +39,8 @@ def variables(settings: Settings) -> dict[str, Any]:
 
 def short(run: History, state: str, reason: str = "") -> dict[str, Any]:
     """The summary of a run of `ps` that has no members and no result."""
-    job, settings = registry.load("ps")
-    return report.summary(
-        "ps", variables(settings), run, state, reason, [], {}, 1.0, score=job.score, unit=job.unit, lower=job.lower
-    )
+    _, settings = registry.load("ps")
+    return report.summary(describe.describe("ps"), variables(settings), run, state, reason, [], {}, 1.0)
 
 
 def test_summary_has_the_results_of_the_run() -> None:
@@ -69,13 +62,13 @@ def test_summary_has_the_results_of_the_run() -> None:
 
 
 def test_summary_counts_joins_and_stays() -> None:
-    run = History()
-    run.keep_workers(2, 2)
-    run.add_ranks(3, 2, "trainer_1-3")
-    run.lose_rank("replaced", 2, "ps_0 wants another worker of trainer_1")
-    run.record([Record("joined", 7, 1.0, 0.5), Record("joined", 8, 2.0, 0.25)])
-    run.stall("ended", 2.0)
-    summary = short(run, "finished")
+    run = histories.journal()
+    run.happened("stayed", 2, count=2)
+    run.happened("joined", 2, reason="trainer_1-3", count=3)
+    run.happened("lost", 2, "replaced", "ps_0 wants another worker of trainer_1")
+    run.record([Stall("joined", 0.5), Stall("joined", 0.25)])
+    run.stalled("ended", 2.0)
+    summary = short(run.history, "finished")
     assert (summary["ranks_joined"], summary["workers_stayed"], summary["ranks_lost"]) == (3, 2, {"replaced": 1})
     assert summary["stalled_seconds"] == {"joined": 0.75, "ended": 2.0}
 

@@ -20,20 +20,18 @@ from rolecall.config import Settings
 from rolecall.declare.task import Attachment, Task
 from rolecall.errors import UsageError
 from rolecall.messages.codec import decode
-from rolecall.messages.worker import FromWorker, Records, Report
+from rolecall.messages.sinks import End
+from rolecall.messages.worker import FromWorker, Report
 from rolecall.observe.sinks import build as building
-from rolecall.observe.sinks import feed
-from rolecall.observe.sinks import points as curves
 from rolecall.observe.sinks.build import build, choose
 from rolecall.observe.sinks.feed import Feed
 from rolecall.observe.sinks.once import OnceSink, State
-from rolecall.observe.sinks.points import FULL_POINTS, MIN_SPACING, NAMED, Item, Point, Points
 from rolecall.rank import worker
 from rolecall.rank.worker_end import WorkerEnd
-from rolecall.record import history
-from tests.context import contexts
+from rolecall.record.history import Point, Row, Start
 from tests.context.contexts import AGENT
 from tests.observe import sink_readers
+from tests.record import histories
 
 DEADLINE = 150.0  # a fail-safe
 
@@ -90,57 +88,11 @@ def test_no_secret_reaches_a_sink(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert one._environment["WANDB_MODE"] == "offline"
 
 
-# ---- points
+# ---- what is written
 
 
-def steps(
-    *numbers: int, kind: str = "loss", at: float = 0.0, value: float = 0.0
-) -> list[tuple[str, int, float, float]]:
-    return [(kind, number, at + place, value + number) for place, number in enumerate(numbers)]
-
-
-def points(*numbers: int, name: str = "loss", value: float = 0.0, unix: float | None = None) -> list[Item]:
-    unix = time.time() if unix is None else unix
-    return [["point", name, number, unix, value + number] for number in numbers]
-
-
-def start(step: int, generation: int = 1) -> Item:
-    return ["start", step, generation, time.time()]
-
-
-def test_a_curve_has_one_point_a_step() -> None:
-    taken = Points().take(
-        [("start", 0, 5.0, 1), ("train", 0, 5.0, 0), *steps(1, 1, 2, 1, 3), ("goal", 3, 9.0, 7.0)], 100
-    )
-    assert taken == [
-        ["start", 0, 1, 105.0],
-        *(["point", "loss", step, 100 + at, float(step)] for step, at in ((1, 0.0), (2, 2.0), (3, 4.0))),
-    ]
-
-
-def test_named_values_are_curves() -> None:
-    taken = Points().take([*steps(1, kind=f"{NAMED}entropy"), *steps(1, kind="low"), *steps(1, kind=f"{NAMED}low")], 0)
-    assert [item[1] for item in taken] == ["entropy", "score_low", "low"]
-
-
-def test_steps_that_are_made_again_are_points_again() -> None:
-    taken = Points()
-    taken.take(steps(1, 2, 3, 4), 0)
-    assert [item[0:3] for item in taken.take([("start", 2, 9.0, 2), *steps(2, 3, at=10)], 0)] == [
-        ["start", 2, 2],
-        ["point", "loss", 3],
-    ]
-
-
-def test_a_long_curve_is_thinned() -> None:
-    """A month of a point a second, from the first thousand on, would be 2.6 million of each curve."""
-    curves, taken = Points(), list[Item]()
-    for first in range(0, 200_000, 20_000):
-        taken += curves.take(steps(*range(first, first + 20_000), at=float(first)), 0)
-    assert [item[2] for item in taken[: FULL_POINTS + 5]] == [
-        *range(FULL_POINTS + 5)
-    ]  # 10,000 points in, nothing is left out yet
-    assert MIN_SPACING < len(taken) < 5 * MIN_SPACING
+def points(*numbers: int, name: str = "loss", value: float = 0.0) -> list[Row]:
+    return [Point(name, number, value + number, number) for number in numbers]
 
 
 def test_points_that_could_not_be_written_come_again_and_none_comes_twice(tmp_path: Path) -> None:
@@ -156,45 +108,13 @@ def test_points_that_could_not_be_written_come_again_and_none_comes_twice(tmp_pa
         sink.write(points(1, 2, 3))
     assert State.read(tmp_path) == State()
     (tmp_path / "works").touch()
-    sink.write([start(0), *points(1, 2, 3)])
-    Failing(tmp_path).write([start(1, 2), *points(2, 3, 4, value=100)])  # a resumed run makes 2 and 3 again
+    sink.write([Start(1, 0), *points(1, 2, 3)])
+    Failing(tmp_path).write([Start(2, 1), *points(2, 3, 4, value=100)])  # a resumed run makes 2 and 3 again
     assert logged == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0)]
     assert State.read(tmp_path) == State(last={"loss": 4}, rows=4)
 
 
 # ---- from the worker
-
-
-class Told(contexts.Supervisor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: list[tuple[str, int, float]] = []
-
-    def value(self, name: str, step: int, value: float) -> None:
-        self.values.append((name, step, value))
-
-
-@pytest.mark.parametrize(
-    ("sinks", "told"), [("auto", [("temperature", 3, 8.5), ("depth", 3, 2.0), ("epoch", 3, 1)]), ("none", [])]
-)
-def test_named_values_are_sent_if_there_are_sinks(tmp_path: Path, sinks: str, told: list[Any]) -> None:
-    supervisor = Told()
-    context = contexts.make(tmp_path, supervisor, sinks=sinks)
-    context.log(3, epoch=1, score=0.5, temperature=8.5, depth=2)
-    assert supervisor.values == told
-    assert supervisor.records == [("start", 0, 1), ("score", 3, 0.5)]
-
-
-def test_a_heartbeat_carries_named_values() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs:
-        pipe = WorkerEnd(theirs, Task("rl", Settings(), "agent", 0), None)
-        pipe.value("depth", 3, 2)
-        pipe.report()
-        report = decode(FromWorker, ours.recv_bytes())
-    assert isinstance(report, Report)
-    assert [(record.kind, record.step, record.value) for record in report.records] == [(f"{NAMED}depth", 3, 2.0)]
-    assert history.History().record([history.Record("start", 0, 1.0, 1.0), *report.records])[1:] == []
 
 
 def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
@@ -204,31 +124,29 @@ def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
     with ours, theirs:
         pipe = WorkerEnd(theirs, task, None)
         checkpoints = worker._checkpoints(task, pipe)
-        pipe.record("done", 3, 3.0)
+        pipe.record(done := Point("done", 3, 3.0, 1.0))
         checkpoints.write(3, {}, {})
         assert ours.poll()
         message = decode(FromWorker, ours.recv_bytes())
-        assert isinstance(message, Records)
-        assert message.records[0][:2] == ("done", 3)
+        assert isinstance(message, Report)
+        assert message.rows == (done,)
 
 
 # ---- feeding
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "PERIOD_SECONDS", 0.02)
 
 
 SINK = """
 import json, os, sys, time
 from pathlib import Path
 from rolecall.observe.sinks import process
+from rolecall.record.history import Point
 
 class Sink:
     def __init__(self, about):
-        self.file, self.fails = Path(about["file"]), 1
-    def write(self, items):
+        self.file, self.fails = Path(about["directory"]) / "sink", 1
+    def write(self, rows):
+        self.add([[row.name, row.step] for row in rows if isinstance(row, Point)])
+    def add(self, items):
         if "{how}" == "hangs": time.sleep(1000)
         if "{how}" == "dies": os._exit(7)
         if "{how}" == "prints": print("What a library says")
@@ -238,8 +156,9 @@ class Sink:
         with self.file.open("a") as file:
             file.writelines(json.dumps(item) + "\\n" for item in items)
     def end(self, state, summary):
-        self.write([["end", state, summary]])
+        self.add([["end", state, summary]])
 
+process.PERIOD_SECONDS = 0.02
 sys.modules["rolecall.observe.sinks.fake"] = type(sys)("fake")
 sys.modules["rolecall.observe.sinks.fake"].begin = Sink
 process.main("fake")
@@ -247,13 +166,21 @@ process.main("fake")
 
 
 def fake(tmp_path: Path, how: str = "") -> Feed:
-    one = Feed("mlflow", {"file": str(tmp_path / "sink")}, {})
+    one = Feed("mlflow", {"directory": str(tmp_path)}, {})
     one.command = [sys.executable, "-c", SINK.replace("{how}", how)]
     return one
 
 
-def written(tmp_path: Path) -> list[Item]:
-    return [json.loads(line) for line in (tmp_path / "sink").read_text().splitlines()]
+async def log(tmp_path: Path, *rows: Row) -> None:
+    """Rank 0 writes them to the run's history."""
+    journal = histories.journal(tmp_path)
+    journal.record(rows)
+    assert await journal.save()
+
+
+def written(tmp_path: Path) -> list[list[Any]]:
+    file = tmp_path / "sink"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -276,36 +203,35 @@ def nothing_is_left() -> bool:
     return not {*psutil.Process().children(recursive=True)} - EARLIER
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("how", ["", "prints", "raises"])
 def test_a_sink_gets_everything_once(tmp_path: Path, how: str, logged: list[EventDict]) -> None:
-    items = [start(0), *points(1, 2, 3)]
+    """And nothing of what was there before it was started."""
 
     async def run() -> None:
+        await log(tmp_path, Start(1, 0), *points(1))
         one = fake(tmp_path, how)
-        one.add(items[:2])
-        await until(lambda: not one.items)
-        one.add(items[2:])
-        await one.end("finished", {"steps": 3}, DEADLINE)
+        one.start((tmp_path / "history.jsonl").stat().st_size)
+        await log(tmp_path, Start(2, 1), *points(2))
+        await until(lambda: written(tmp_path) or logged)
+        await log(tmp_path, *points(3, 4))
+        await one.end(End("finished", {"steps": 4}), DEADLINE)
 
     asyncio.run(run())
-    assert written(tmp_path) == [*items, ["end", "finished", {"steps": 3}]]
+    assert written(tmp_path) == [["loss", 2], ["loss", 3], ["loss", 4], ["end", "finished", {"steps": 4}]]
     assert nothing_is_left()
     assert [event["problem"] for event in logged] == ["PermissionError: not now"] * (how == "raises")
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("how", "problem"), [("hangs", "its end takes over 1 s"), ("dies", "its process ended with exit code 7")]
 )
 def test_a_sink_that_is_broken_harms_nothing(tmp_path: Path, how: str, problem: str, logged: list[EventDict]) -> None:
     async def run() -> None:
         one = fake(tmp_path, how)
-        one.add(points(1))
-        await until(lambda: not one.items)
+        one.start(0)
+        await log(tmp_path, Start(1, 0), *points(1))
         await until(lambda: logged or how == "hangs")
-        one.add(points(2))
-        await one.end("finished", {}, 1.0)
+        await one.end(End("finished", {}), 1.0)
 
     asyncio.run(run())
     assert nothing_is_left()
@@ -314,30 +240,23 @@ def test_a_sink_that_is_broken_harms_nothing(tmp_path: Path, how: str, problem: 
     assert "MLFLOW_TRACKING_URI" in event["advice"]
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path) -> None:
     """The end of the input is a stop: what came before it is there."""
 
     async def run() -> None:
         one = fake(tmp_path)
-        one.add(points(1))
-        await until(lambda: not one.items and (tmp_path / "sink").exists())
+        one.start(0)
+        await log(tmp_path, Start(1, 0), *points(1))
+        await until(lambda: written(tmp_path))
         assert one._process is not None
         assert one._process.stdin is not None
         one._process.stdin.close()
         async with asyncio.timeout(DEADLINE):
             await one._process.wait()
-        await one.end("stopped", None, 5)
+        await one.end(End("stopped"), 5)
 
     asyncio.run(run())
-    assert [item[:2] for item in written(tmp_path)] == [["point", "loss"], ["end", "stopped"]]
-
-
-def test_items_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "MAX_ITEMS", 10)
-    kept = curves.bounded([start(0), *points(*range(1, 40))])
-    assert [item[0] for item in kept[:2]] == ["start", "point"]
-    assert len(kept) == 21
+    assert written(tmp_path) == [["loss", 1], ["end", "stopped", None]]
 
 
 # ---- the real ones
@@ -345,7 +264,6 @@ def test_items_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 SUMMARY = {"state": "finished", "curve": {"final": 112.0, "best": None}, "settings": {"LR": 0.1}}
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", building.KINDS)
 def test_killed_run_has_each_step_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]
@@ -371,7 +289,8 @@ def test_killed_run_has_each_step_once(
 
     async def killed() -> None:
         one = make()
-        one.add([start(0), *points(1, 2, 3, 4), start(2, 2), *points(*range(3, 11), value=10)])
+        one.start(0)
+        await log(tmp_path, Start(1, 0), *points(1, 2, 3, 4), Start(2, 2), *points(*range(3, 11), value=10))
         await until(is_there)
         assert one._process is not None
         assert one._task is not None
@@ -381,8 +300,9 @@ def test_killed_run_has_each_step_once(
 
     async def resumed() -> None:
         one = make()
-        one.add([start(5, 3), *points(*range(6, 13), value=100), *points(12, name="entropy")])
-        await one.end("finished", SUMMARY, DEADLINE)
+        one.start((tmp_path / "history.jsonl").stat().st_size)
+        await log(tmp_path, Start(3, 5), *points(*range(6, 13), value=100), *points(12, name="entropy"))
+        await one.end(End("finished", SUMMARY), DEADLINE)
 
     asyncio.run(killed())
     asyncio.run(resumed())

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from torch.distributed.rpc import api
 
@@ -83,9 +84,15 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Worker]:
         try:
             process.stdout.readline()
             settled(process.pid)
-            yield Worker(process, long_calls=(("ps_0", "push", 3.0, 0, process.pid),))
+            yield Worker(process, long_calls=(("ps_0", "push", 3.0, process.pid),))
         finally:
             process.kill()
+
+
+def asked(worker: Worker) -> dict[str, Any]:
+    """Its reply, as JSON's types."""
+    reply: dict[str, Any] = msgspec.to_builtins(asyncio.run(stack_query.describe(worker)))  # type: ignore[arg-type]
+    return reply
 
 
 def threads(reply: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -98,7 +105,7 @@ def threads(reply: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_a_reply_has_every_thread_and_the_calls_that_take_long(worker: Worker) -> None:
     worker.last_heartbeat -= 2
-    reply = asyncio.run(stack_query.describe(worker))  # type: ignore[arg-type]
+    reply = asked(worker)
     assert (reply["state"], reply["generation"], reply["step"], reply["phase"]) == ("running", 3, 7, "saving")
     here = threads(reply)
     assert (here["nap"]["main"], here["nap"]["state"]) == (True, "sleeps")
@@ -115,14 +122,14 @@ def test_a_reply_has_every_thread_and_the_calls_that_take_long(worker: Worker) -
 
 @pytest.mark.parametrize("worker", ["computes"], indirect=True)
 def test_a_thread_that_computes(worker: Worker) -> None:
-    reply = asyncio.run(stack_query.describe(worker))  # type: ignore[arg-type]
+    reply = asked(worker)
     assert threads(reply)["computes"]["state"] in ("computes", "moves")  # on a busy machine
     assert threads(reply)["blocks"]["state"] in ("waits", "moves")
 
 
 def test_stopped_worker_is_reported(worker: Worker) -> None:
     worker.process.send_signal(signal.SIGSTOP)
-    reply = asyncio.run(stack_query.describe(worker))  # type: ignore[arg-type]
+    reply = asked(worker)
     assert reply["state"] == "stopped"
     assert "its worker is stopped (SIGSTOP)" in stack_report.text({"ps_0": reply})
 
@@ -143,9 +150,9 @@ def test_a_reply_says_why_py_spy_fails(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(stack_dump, "SPY_TIMEOUT_SECONDS", 0.1 if "sleep" in script else 4)
-    reply = asyncio.run(stack_query.describe(worker))  # type: ignore[arg-type]
+    reply = asked(worker)
     assert reply["note"].startswith(note)
-    assert reply["threads"] == []
+    assert not reply["threads"]
     assert reply["calls"]
 
 
@@ -185,9 +192,8 @@ def test_long_calls_are_reported() -> None:
     watchdog.called(0, "ps_1", "pull")
     assert watchdog.long_calls() == ()
     now[0] = 101.2
-    ((to, method, seconds, thread, native),) = watchdog.long_calls()
-    assert (to, method, round(seconds, 1), native) == ("ps_0", "push", 1.2, os.getpid())
-    assert thread
+    ((to, method, seconds, thread),) = watchdog.long_calls()
+    assert (to, method, round(seconds, 1), thread) == ("ps_0", "push", 1.2, os.getpid())
     now[0] = 102.0
     assert [call[1] for call in watchdog.long_calls()] == ["push", "pull"]
     watchdog.answered(first)

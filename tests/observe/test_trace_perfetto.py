@@ -12,8 +12,8 @@ import pytest
 from rolecall.errors import UsageError
 from rolecall.observe.trace import perfetto
 from rolecall.observe.trace.calls import Calls
-from rolecall.record import records
-from rolecall.record.history import History
+from rolecall.record import history, records
+from rolecall.record.history import History, Start
 from tests.observe.traces import MS, UNIX, Worker, call, write
 
 Event = dict[str, Any]
@@ -103,18 +103,17 @@ def test_a_rank_is_a_process_and_a_call_leads_to_its_handler(tmp_path: Path) -> 
 
 
 def test_generations_and_kills_are_on_the_same_time_line(tmp_path: Path) -> None:
-    event, killed = {"kind": "event", "generation": 1}, "trainer_1 was killed by SIGKILL"
-    rows = [
-        {"kind": "start", "generation": 1, "step": 0, "seconds": 0.0, "time": UNIX / 1e9 + 1, "after": ""},
-        {**event, "what": "lost", "time": UNIX / 1e9 + 2, "cause": "killed", "reason": killed},
-        {**event, "what": "joined", "time": UNIX / 1e9 + 3, "cause": "", "reason": "trainer_1-2", "count": 2},
-        {**event, "what": "ended", "time": UNIX / 1e9 + 4, "cause": "crashed", "reason": "x"},
-        {**event, "what": "stayed", "generation": 2, "time": UNIX / 1e9 + 4.5, "cause": "", "count": 2},
-        {"kind": "start", "generation": 2, "step": 9, "seconds": 3.0, "time": UNIX / 1e9 + 5, "after": "crashed"},
-    ]
-    run = History()
-    for row in rows:
-        run.add(row)
+    at = UNIX / 1e9
+    run = History(
+        [
+            Start(1, 0, time=at + 1),
+            history.Event("lost", 1, "killed", "trainer_1 was killed by SIGKILL", time=at + 2),
+            history.Event("joined", 1, reason="trainer_1-2", count=2, time=at + 3),
+            history.Event("ended", 1, "crashed", "x", time=at + 4),
+            history.Event("stayed", 2, count=2, time=at + 4.5),
+            Start(2, 9, 3.0, "crashed", time=at + 5),
+        ]
+    )
     first, second = Worker("ps"), Worker("ps", generation=2, pid=4001)
     first.span("step", 1000 * MS, 3900 * MS)
     second.span("step", 5000 * MS, 7000 * MS)

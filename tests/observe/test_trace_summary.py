@@ -60,6 +60,10 @@ def test_a_call_is_split_into_network_queueing_and_handler(tmp_path: Path) -> No
     assert server.spent["handling"] / MS == pytest.approx(28 * (STEPS - 1) + 40.3)
     assert server.spent["computing"] == 0  # it is there to be called
     assert server.spent["idle"] > 0
+    text = text_of(summary)
+    assert "ps: 10 steps in 1.00 s, 100.0 ms each" in text
+    assert "41.0 %" in text
+    assert "exchange at ps_0" in text
 
 
 def test_summary_is_independent_of_clocks(tmp_path: Path) -> None:
@@ -121,14 +125,6 @@ def test_a_large_message_is_compared_with_large_ones(tmp_path: Path) -> None:
     calls = Calls(write(tmp_path, server, trainer))
     parts = [calls.parts(trainer.process, span) for span in trainer.spans]
     assert [(one.network / MS, one.queueing / MS) for one in parts if one] == [(1, 0), (1, 2), (10, 0), (10, 4)]
-
-
-def test_the_tables_say_it(tmp_path: Path) -> None:
-    summary = summary_of(tmp_path, *queueing())
-    text = text_of(summary)
-    assert "ps: 10 steps in 1.00 s, 100.0 ms each" in text
-    assert "41.0 %" in text
-    assert "exchange at ps_0" in text
 
 
 TIMES = st.lists(st.integers(0, 200), min_size=4, max_size=4)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rolecall.record import records
-from rolecall.record.records import Kind, Process, SpanRecord, Trace
+from rolecall.record.clock import Reading
+from rolecall.record.records import Beginning, Kind, Process, SpanRecord, Trace
 
 MS = 1_000_000  # ns
 UNIX = 1_800_000_000 * 1000 * MS  # ns: the true time 0, by rank 0's wall clock
@@ -43,8 +44,8 @@ class Worker:
     @property
     def file(self) -> bytes:
         """What rank 0's copy of its file holds."""
-        clock = () if self.error is None else (records.line("clock", self.offset, UNIX, self.error),)
-        return b"".join([*map(line, [self.process, *self.spans]), *clock])
+        clock = () if self.error is None else (Reading(self.offset, UNIX, self.error),)
+        return b"".join(map(records.line, [Beginning(self.process), *self.spans, *clock]))
 
     def span(
         self,
@@ -83,13 +84,6 @@ def call(
         method, came, left, "server", client.id, thread=served_by, **{"from": caller.name, **attributes}
     )  # "from" is a word of Python
     return client
-
-
-def line(record: Process | SpanRecord) -> bytes:
-    """The line that a recorder writes."""
-    if isinstance(record, Process):
-        return records.line("process", asdict(record))
-    return records.line("span", *astuple(record))
 
 
 def write(folder: Path, *workers: Worker) -> Trace:

@@ -19,7 +19,7 @@ from rolecall.declare.remote import remote
 from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Attachment, Peer
 from rolecall.rank.attaching import Attacher
-from rolecall.torch_rpc.connect import connect
+from rolecall.torch_rpc.distributed import connect
 from rolecall.wire.session import Session
 from tests.context.contexts import Supervisor
 from tests.ports import free_ports

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import aiohttp
 import psutil
@@ -18,11 +18,10 @@ from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.gang.directives import name_of_directive
 from rolecall.gang.generation import Generation
-from rolecall.gang.protocol import Answer, Beat, Cause, Event, Heartbeat
+from rolecall.gang.protocol import Answer, Beat, Event, Heartbeat
 from rolecall.messages.codec import decode, encode
-from rolecall.rank import coordinator
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.link import Link
+from rolecall.tunnel.rank0 import HEARTBEAT_PATH, CoordinatorClient
 from tests.ports import free_ports
 
 Post = Callable[[Beat], Coroutine[Any, Any, Answer]]
@@ -44,7 +43,7 @@ async def serving(
         async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.port}") as session:
 
             async def post(beat: Beat) -> Answer:
-                async with session.post(coordinator.PATH, data=encode(beat)) as response:
+                async with session.post(HEARTBEAT_PATH, data=encode(beat)) as response:
                     assert response.status == 200, await response.text()
                     return decode(Answer, await response.read())
 
@@ -160,10 +159,10 @@ def test_outdated_beats_leave_their_connections_to_newer_ones(tmp_path: Path) ->
             known = name_of_directive(FIRST, order.directive)
             before = clients(lead)
             seen = set(before)
-            async with Link(lead.settings, None) as link:
+            async with CoordinatorClient(lead.settings, None) as client:
                 outdated = None
                 for number in range(2, 12):
-                    request = asyncio.create_task(link.post(Beat(FIRST, number, since=1, known=known)))
+                    request = asyncio.create_task(client.post(Beat(FIRST, number, since=1, known=known)))
                     while not any(waiting.beat.sequence == number for waiting in lead.waiting.values()):
                         assert not request.done()
                         await asyncio.sleep(0.01)
@@ -171,7 +170,7 @@ def test_outdated_beats_leave_their_connections_to_newer_ones(tmp_path: Path) ->
                         await outdated
                     outdated = request
                     seen |= clients(lead)
-                    assert link.outdate(request)
+                    assert client.outdate(request)
             assert len(seen - before) == 2
 
     run(steps())
@@ -203,10 +202,3 @@ def test_joins_stays_and_replacements_are_metrics_and_history(tmp_path: Path) ->
             assert [event.what for event in history.events] == ["stayed", "joined", "lost"]
 
     run(steps())
-
-
-def test_every_cause_is_counted_from_the_start() -> None:
-    def values(kind: Any) -> set[str]:
-        return {value for each in get_args(kind) for value in (values(each) or {each})}
-
-    assert values(Cause) - {"", "finished"} == set(telemetry.CAUSES)

@@ -13,8 +13,6 @@ from structlog.testing import capture_logs
 
 from rolecall.checkpoint import shardfile
 from rolecall.checkpoint.checkpoint import Checkpoints
-from rolecall.checkpoint.shardfile import Column
-from rolecall.gang.protocol import Budget
 from rolecall.observe import report
 from rolecall.rank import disk_watch
 from rolecall.rank.disk_watch import DiskWatch
@@ -43,15 +41,18 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingFsync]:
     hanging.goes_on.set()
 
 
+def shard(directory: Path) -> None:
+    shardfile.write_piece(directory / "shard.safetensors", 0, torch.zeros(4, dtype=torch.uint8))
+    shardfile.sync(directory, ["shard.safetensors"])
+
+
 WRITES: dict[str, Callable[[Path], Any]] = {
     "checkpoint-000000-0000000007.pt": lambda directory: Checkpoints(directory, "job").write(7, memoryview(b"packed")),
-    rundir.GENERATION: lambda directory: rundir.write_generation(directory, rundir.Persisted(3, budget=Budget())),
+    rundir.GENERATION: lambda directory: rundir.write_generation(directory, rundir.Persisted(3, "", ())),
     rundir.DONE: lambda directory: rundir.write_done(directory, {}),
     rundir.FAILED: lambda directory: rundir.write_failed(directory, rundir.Failed("", 3, "", 0.0)),
     rundir.SUMMARY: lambda directory: report.write(directory, {}),
-    "shard.safetensors": lambda directory: shardfile.write(
-        directory, "shard.safetensors", {"x": Column("U8", (4,), 4, 0, 1)}, [torch.zeros(4, dtype=torch.uint8)]
-    ),
+    "shard.safetensors": shard,
 }
 
 

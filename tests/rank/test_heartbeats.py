@@ -19,9 +19,9 @@ from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Query, Wo
 from rolecall.messages.queries import Question, StartTrace
 from rolecall.rank import coordinator, heartbeats
 from rolecall.rank.heartbeats import Heartbeats
-from rolecall.rank.link import Link, UntrustedRank0Error
 from rolecall.rank.queries import Replies
 from rolecall.rank.worker_manager import WorkerManager
+from rolecall.tunnel.rank0 import CoordinatorClient, UntrustedRank0Error
 
 NEWS = 30
 
@@ -80,7 +80,7 @@ def test_changes_faster_than_answers_still_renew_the_lease(tmp_path: Path) -> No
         heartbeats = Heartbeats(
             settings, member, cast(WorkerManager, Workers()), metrics=metrics, replies=replies, changed=changed
         )
-        async for _ in heartbeats.exchange(cast(Link, link)):
+        async for _ in heartbeats.exchange(cast(CoordinatorClient, link)):
             changed.set()
         assert link.posts == NEWS
         assert len(contacts) > NEWS / 2  # it moves on with almost every beat
@@ -131,7 +131,7 @@ def test_rank_with_a_replaced_token_file_is_started_again(
 
         workers = cast(WorkerManager, SimpleNamespace(status=WorkerStatus))
         beats = Heartbeats(settings, member, workers, metrics=metrics, replies=Replies(refuse), changed=changed)
-        async for _ in beats.exchange(cast(Link, link)):
+        async for _ in beats.exchange(cast(CoordinatorClient, link)):
             changed.set()  # the first answer is a directive
             member.over = member.exit_code is not None or link.posts > 3
         return member.exit_code

@@ -78,7 +78,7 @@ def test_half_sent_requests_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_request_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port, "REQUEST_ARRIVAL_SECONDS", 0.1)
+    monkeypatch.setattr(endpoints, "KEEPALIVE_SECONDS", 0.1)
 
     async def case() -> None:
         async with served(Collector()) as number:
@@ -112,6 +112,8 @@ def test_readers_of_metrics_share_one_body_and_are_served_at_a_pace(monkeypatch:
 
 
 def test_a_full_table_of_files_is_one_line(monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]) -> None:
+    monkeypatch.setattr(port, "PROBLEM_SECONDS", 0.01)
+
     async def case() -> None:
         async with served(Collector()) as number:
             loop = asyncio.get_running_loop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import math
 import multiprocessing
 import os
 import pickle
@@ -35,7 +34,7 @@ from rolecall.messages import worker as messages
 from rolecall.rank import descendants, fork_server, stack_dump, worker_process
 from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
 from rolecall.record.files import FileWork
-from rolecall.record.history import Record
+from rolecall.record.history import Point
 from tests.integration.cluster import until
 from tests.rank.managed import Handle
 
@@ -193,9 +192,9 @@ def pair() -> tuple[SupervisorEnd, Any]:
     return SupervisorEnd(ours), theirs
 
 
-RECORD = Record("score", 3, 1.5, math.inf)
+ROW = Point("score", 3, 1.5, 2.0)
 SENT: list[messages.FromWorker] = [
-    messages.Report(3, "saving", (RECORD,), (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)),
+    messages.Report(3, "saving", (ROW,), (("ps_0", "pull", 2.0, 2),), FileWork("x", 1.0)),
     messages.Result("failed", "x" * 300_000 + "\n", 7, {"a": [1.5], "b": None}),
 ]
 ORDERS: list[messages.ToWorker] = [messages.Drain(), messages.Attach(ATTACHMENT)]
@@ -356,7 +355,7 @@ def test_a_fork_server_that_was_killed_is_no_fault_of_its_worker(
     monkeypatch.setattr(fork_server, "MAIN", "greedy")
 
     async def play() -> WorkerStatus:
-        await fork_server.kill_server()
+        fork_server.end()
         fork_server.prepare(())
         worker = Handle(TASK)
         await asyncio.wait_for(worker.start(), 60)

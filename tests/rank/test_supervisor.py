@@ -18,9 +18,9 @@ from rolecall.gang.protocol import Answer, Directive, WorkerStatus
 from rolecall.messages.queries import Question
 from rolecall.rank import queries, tasks, worker_process
 from rolecall.rank.heartbeats import Heartbeats
-from rolecall.rank.link import Link
 from rolecall.rank.supervisor import Supervisor
 from rolecall.rank.worker_manager import WorkerManager
+from rolecall.tunnel.rank0 import CoordinatorClient
 from tests.ports import free_ports
 from tests.rank.managed import JOB, is_deaf, obeys
 
@@ -118,8 +118,8 @@ def test_members_are_answered_while_rank0_checks_the_settings(monkeypatch: pytes
                 changed=asyncio.Event(),
             )
             until = time.monotonic() + 2 * settings.rejoin_timeout
-            async with Link(settings, None) as link:
-                async for _ in beats.exchange(link):
+            async with CoordinatorClient(settings, None) as client:
+                async for _ in beats.exchange(client):
                     if time.monotonic() > until:
                         break
         finally:

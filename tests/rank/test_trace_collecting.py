@@ -22,7 +22,8 @@ from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record import records
-from rolecall.record.records import file_name, line
+from rolecall.record.records import Beginning, SpanRecord, file_name, line
+from tests.observe.traces import Worker as Traced
 
 PS: Key = ("ps", 0)
 
@@ -51,7 +52,7 @@ class Rank:
     def begin(self, generation: int, join: int = 0) -> Path:
         """A worker's file."""
         path = self.directory / file_name(generation, join)
-        path.write_bytes(line("process", {"generation": generation}))
+        path.write_bytes(line(Beginning(Traced("ps", generation=generation).process)))
         return path
 
     def reply(self, have: dict[str, int], collect: bool = False) -> dict[str, Any]:
@@ -60,7 +61,11 @@ class Rank:
 
 def add(path: Path, *names: str) -> None:
     with path.open("ab") as file:
-        file.writelines(line("span", name) for name in names)
+        file.writelines(map(span, names))
+
+
+def span(name: str) -> bytes:
+    return line(SpanRecord(name, "", name, "internal", 1, 2, 3, {}))
 
 
 def text(path: Path) -> str:
@@ -182,7 +187,7 @@ def test_at_the_end_ranks_hand_over_what_they_have(rank: Rank, tmp_path: Path) -
         await running
 
     asyncio.run(asyncio.wait_for(steps(), 30))
-    assert sink.lines == ['["span","the last one"]']
+    assert [each.encode() + b"\n" for each in sink.lines] == [span("the last one")]
     assert sink.closed
 
 
@@ -233,7 +238,7 @@ def test_a_recording_begins_where_the_workers_file_ends(rank: Rank, tmp_path: Pa
         add(path, "c")
         copies.add(rank.reply(copies.have))
         process, *spans = text(tmp_path / "copies" / "ps_0-4.jsonl").splitlines(keepends=True)
-        assert [each.encode() for each in spans] == [line("span", "b"), line("span", "c")]
+        assert [each.encode() for each in spans] == [span("b"), span("c")]
         assert path.read_text().startswith(process)
         # a generation that begins meanwhile is recorded too
         rank.worker = Worker(5, traced=False)

@@ -1,24 +1,26 @@
-"""The file of a history that a test invents."""
+"""Histories that tests invent."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from rolecall.record import rundir
-from rolecall.record.history import History
-
-
-def rows(run: History) -> list[dict[str, Any]]:
-    """Rows that make this history, through JSON."""
-    made: list[dict[str, Any]] = [{"kind": "start", **asdict(start)} for start in run.starts]
-    made += [{"kind": "event", **asdict(event)} for event in run.events]
-    made += [{"kind": kind, **asdict(point)} for kind, points in run.curves.items() for point in points]
-    made += [] if run.goal is None else [{"kind": "goal", "value": run.goal}]
-    return [json.loads(json.dumps(row)) for row in made]
+from rolecall.record.files import Disk
+from rolecall.record.history import Event, Journal, Point, Row
 
 
-def write(directory: Path, run: History, torn: str = "") -> None:
-    (directory / rundir.HISTORY).write_text("".join(json.dumps(row) + "\n" for row in rows(run)) + torn)
+def journal(directory: Path = Path("/none")) -> Journal:
+    """A run's journal; without a directory it is empty, and not written."""
+
+    def complain(problem: str) -> None:
+        print(f"history cannot be written: {problem}")
+
+    return Journal(directory, Disk(), complain)
+
+
+def ended(cause: str, generation: int = 1, reason: str = "") -> Event:
+    return Event("ended", generation, cause, reason)
+
+
+def steps(*numbers: int, name: str = "score", at: float = 0.0) -> list[Row]:
+    """A point a second, whose value is ten times its step."""
+    return [Point(name, step, 10.0 * step, at + place + 1) for place, step in enumerate(numbers)]

@@ -29,8 +29,8 @@ FAILSAFE = 120.0
 
 
 def test_a_generation_is_read_as_written(tmp_path: Path) -> None:
-    assert rundir.read_generation(tmp_path) == Persisted()
-    assert rundir.read_generation(tmp_path / "none") == Persisted()
+    assert rundir.read_generation(tmp_path) == Persisted(0, "", ())
+    assert rundir.read_generation(tmp_path / "none") == Persisted(0, "", ())
     for number in (1, 2, 300):
         written = Persisted(number, "rl", (("agent", 0), ("observer", 12)))
         rundir.write_generation(tmp_path, written)
@@ -41,10 +41,10 @@ def test_a_number_is_never_below_one_that_a_checkpoint_has(tmp_path: Path) -> No
     """generation.json is lost, or older than the checkpoints: a number that repeats would sort behind them."""
     (tmp_path / "checkpoint-000041-0000000005.pt").touch()
     (tmp_path / f"checkpoint-{'9' * 30}-1.pt").touch()  # no name of a checkpoint
-    assert rundir.read_generation(tmp_path) == Persisted(41)
+    assert rundir.read_generation(tmp_path) == Persisted(41, "", ())
     rundir.write_generation(tmp_path, Persisted(7, "rl", (("agent", 0),)))
     assert rundir.read_generation(tmp_path) == Persisted(41, "rl", (("agent", 0),))
-    rundir.write_generation(tmp_path, Persisted(42, "rl"))
+    rundir.write_generation(tmp_path, Persisted(42, "rl", ()))
     assert rundir.read_generation(tmp_path).number == 42
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rolecall.record import recorder as module
-from rolecall.record.recorder import NOTHING, Recorder, under
-from rolecall.record.records import Process, SpanRecord, file_name, parse
+from rolecall.record.recorder import NOOP, Recorder, under
+from rolecall.record.records import Beginning, Process, SpanRecord, file_name, parse
 
 ABOUT = {"job": "rl", "role": "ps", "ordinal": 1, "rank": 2, "generation": 3}
 
@@ -33,8 +33,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 def read(path: Path) -> tuple[Process, list[SpanRecord]]:
     first, *rest = map(parse, path.read_text().splitlines())
-    assert isinstance(first, Process)
-    return first, [span for span in rest if isinstance(span, SpanRecord)]
+    assert isinstance(first, Beginning)
+    return first.process, [span for span in rest if isinstance(span, SpanRecord)]
 
 
 def test_a_file_begins_with_its_process_and_holds_the_spans_that_ended(here: Recorder, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_file_begins_with_its_process_and_holds_the_spans_that_ended(here: Rec
 
 
 def test_nothing_is_recorded_while_it_is_off(here: Recorder, tmp_path: Path) -> None:
-    assert here.span("before") is NOTHING
+    assert here.span("before") is NOOP
     with here.span("before") as nothing:
         nothing.note(ignored=1)
     here.since(time.monotonic_ns(), "before")
@@ -76,7 +76,7 @@ def test_nothing_is_recorded_while_it_is_off(here: Recorder, tmp_path: Path) -> 
     with here.span("during"):
         pass
     here.close()
-    assert here.span("after") is NOTHING
+    assert here.span("after") is NOOP
     assert [span.name for span in read(tmp_path / "trace")[1]] == ["during"]
 
 

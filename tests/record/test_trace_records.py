@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rolecall.errors import UsageError
 from rolecall.record import records
 from rolecall.record.clock import DRIFT, WINDOW_NS, Clock, Reading
-from rolecall.record.records import SpanRecord
-from tests.observe.traces import MS, UNIX, Worker, line, write
+from rolecall.record.records import Beginning, SpanRecord, line
+from tests.observe.traces import MS, UNIX, Worker, write
 
 SECOND = 1000 * MS
 DELAYS = st.integers(20_000, 5 * MS)
@@ -48,8 +48,8 @@ def test_a_clock_that_drifts_is_followed() -> None:
 
 def test_ranks_of_one_machine_share_its_clock() -> None:
     near, far = Reading.between(5 * MS, 4 * MS, 8 * MS, UNIX), Reading.between(9 * MS, 4 * MS, 8 * MS, UNIX)
-    assert near == (5 * MS, UNIX + 5 * MS, 0)
-    assert far == (9 * MS, UNIX + 6 * MS, 2 * MS)
+    assert near == Reading(5 * MS, UNIX + 5 * MS, 0)
+    assert far == Reading(9 * MS, UNIX + 6 * MS, 2 * MS)
 
 
 def test_clocks_that_rank_0_does_not_share_are_named(tmp_path: Path) -> None:
@@ -90,10 +90,12 @@ def test_a_torn_last_line_is_skipped_and_a_damaged_file_is_named(tmp_path: Path)
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
-    process = Worker("trainer", 3, rank=4, offset=12).process
-    assert records.parse(line(process)) == process
+    begins = Beginning(Worker("trainer", 3, rank=4, offset=12).process)
+    assert records.parse(line(begins)) == begins
     span = SpanRecord("00000000000000ff", "", "exchange", "client", 5, 9, 77, {"to": "ps_0", "sent": 8}, "ff")
     assert records.parse(line(span)) == span
+    span.attributes["error"] = "no file \udcff"
+    assert records.parse(line(span)).attributes["error"] == "no file ?"
     odd = '["span", "a", "", "x", "odd", 1, 2, 3, {}, ""]'
     negative = '["span", "a", "", "x", "client", 3, 2, 3, {}, ""]'
     number = '["span", 1, "", "x", "client", 1, 2, 3, {}, ""]'

@@ -66,18 +66,14 @@ def test_who_meets(store: Store, settings: Settings, one: str, other: str, same:
     adopt.adopt(settings, 0, 2, 1, store)
     first, rank, world_size = meet(one, 0, 2)
     assert (rank, world_size) == (0, 2)
+    for size in (2, 3):
+        assert not keys_of(meet(one, 0, size)[0], first)  # a second meeting, or another group's, finds none of its keys
+    first.delete_key("key")
     adopt.adopt(settings, 1, 2, 1, store)  # as in another process
     second, rank, world_size = meet(other, 1, 2)
     assert (rank, world_size) == (1, 2)
     assert keys_of(second, first) is same
     first.delete_key("key")
-
-
-def test_a_second_meeting_finds_no_keys_of_the_first(store: Store, settings: Settings) -> None:
-    adopt.adopt(settings, 0, 2, 1, store)
-    first, second, group = meet("env://", 0, 2)[0], meet("env://", 0, 2)[0], meet("env://", 0, 3)[0]
-    assert not keys_of(second, first)
-    assert not keys_of(group, first)
 
 
 def test_rank_and_world_size_are_those_of_the_environment(store: Store, settings: Settings) -> None:
@@ -132,7 +128,7 @@ def test_options_of_another_backend_are_left_to_torch(settings: Settings, monkey
     assert taken == ["mine"]
 
 
-def test_torchruns_variables_on_one_machine(settings: Settings, tmp_path: Path) -> None:
+def test_torchruns_variables_on_one_machine_and_with_one_for_each_rank(settings: Settings, tmp_path: Path) -> None:
     variables = adopt.variables(settings, 1, 3, generation=4)
     assert variables == {
         "RANK": "1",
@@ -152,6 +148,9 @@ def test_torchruns_variables_on_one_machine(settings: Settings, tmp_path: Path) 
         "ROLECALL_GENERATION": "4",
         "CHECKPOINT_DIR": str(tmp_path / "files"),
     }
+    apart = adopt.variables(settings.model_copy(update={"master_addr": "192.0.2.1"}), 1, 3, generation=1)
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    assert [apart[name] for name in names] == ["0", "1", "1", "3"]
     adopt.adopt(settings, 1, 3, 4)
     assert variables.items() <= config.child_environment().items()
 
@@ -163,9 +162,3 @@ def test_torchruns_own_place_on_a_node_is_kept(settings: Settings, monkeypatch: 
         monkeypatch.setenv(name, value)
     adopt.adopt(settings, 2, 4)
     assert [config.exported(name) for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")] == ["2", "1", "1"]
-
-
-def test_torchruns_variables_with_a_machine_for_each_rank(settings: Settings) -> None:
-    variables = adopt.variables(settings.model_copy(update={"master_addr": "192.0.2.1"}), 1, 3, generation=1)
-    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-    assert [variables[name] for name in names] == ["0", "1", "1", "3"]

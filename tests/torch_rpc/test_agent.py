@@ -43,11 +43,6 @@ def test_a_peer_that_sends_from_its_gpu_sends_to_ours(agents: list[tuple[Any, ..
     assert devices == [CUDA]
 
 
-def test_without_cuda_no_device_is_mapped(agents: list[tuple[Any, ...]]) -> None:
-    start(HashStore(), 0, 1)
-    assert agents[0][-2:] == ({}, [])
-
-
 def test_no_rank_goes_on_before_all_have_started(agents: list[tuple[Any, ...]]) -> None:
     store = HashStore()
     threads = [threading.Thread(target=start, args=(store, rank, 3), daemon=True) for rank in (0, 1)]

@@ -79,9 +79,6 @@ def problem(script: str, arguments: str = "") -> str:
 @pytest.mark.parametrize("script", ["", ":run", "a.py:", "a.py:b c", "module"])
 def test_a_name_that_names_nothing(script: str) -> None:
     assert problem(script).startswith(f"SCRIPT={script!r}: name ")
-
-
-def test_arguments_that_are_not_quoted_right() -> None:
     assert problem("a.py", "'a") == """SCRIPT_ARGS="'a": no closing quotation"""
 
 
@@ -92,18 +89,6 @@ def test_errors_of_a_file_have_their_place(write: Write, tmp_path: Path) -> None
     assert problem(f"{tmp_path}/prog.py:run").startswith("prog.py:3: ModuleNotFoundError: ")
     write("def run(:\n")
     assert problem("prog.py") == problem("prog.py:run") == "prog.py:1: SyntaxError: invalid syntax"
-    write("import json\n\njson.loads('{')\n")  # the program's line, not the library's
-    assert problem("prog.py:run").startswith("prog.py:3: JSONDecodeError: ")
-    write("import sys\nsys.exit(2)\n")
-    assert problem("prog.py:run") == "prog.py:2: SystemExit: 2"
-    write("raise ValueError\n")
-    assert problem("prog.py:run") == "prog.py:1: ValueError"
-
-
-def test_errors_of_a_file_beside_it_have_their_place(write: Write, tmp_path: Path) -> None:
-    (tmp_path / "helper_of_prog.py").write_text("\n1 / 0\n")
-    write("import helper_of_prog\n")
-    assert problem("prog.py:run") == "helper_of_prog.py:2: ZeroDivisionError: division by zero"
 
 
 def test_a_function_that_cannot_be_called(write: Write) -> None:
@@ -122,14 +107,6 @@ def test_annotations_may_name_what_is_not_imported(write: Write) -> None:
     write("def run(rank: Rank, world_size: Size): pass\n\ndef one(rank: Rank): pass\n")
     Program("prog.py:run").check(Settings(), 2)
     assert problem("prog.py:one").startswith("prog.py:3: one(rank: Rank) must take a rank and a world size")
-
-
-@pytest.mark.parametrize(
-    ("name", "said"), [("json.py", "a module 'json' exists already"), ("a-b.py", "rename the file")]
-)
-def test_a_file_whose_name_cannot_be_a_modules(tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / name).write_text("def run(rank, world_size): pass\n")
-    assert said in problem(f"{name}:run")
 
 
 def test_a_module(tmp_path: Path) -> None:

@@ -15,14 +15,12 @@ from torch.futures import Future
 from rolecall.context.context import Context
 from rolecall.jobs.hybrid import trainer
 from rolecall.record import recorder as module
-from rolecall.record.recorder import NOTHING, Recorder
+from rolecall.record.recorder import NOOP, Recorder
 from rolecall.record.records import SpanRecord, parse
 from rolecall.torch_rpc import tracing
 from tests.context import contexts
 
 ABOUT = {"job": "rl", "role": "lead", "ordinal": 0, "rank": 0, "generation": 1}
-ANSWERS: list[Future[int]] = []
-SEEN: list[Any] = []
 
 
 class Trace:
@@ -35,13 +33,6 @@ class Trace:
         self.recorder.flush()
         records = map(parse, self.path.read_text().splitlines())
         return [record for record in records if isinstance(record, SpanRecord)]
-
-    def pair(self) -> tuple[SpanRecord, SpanRecord]:
-        """The only call: its client span and its server span."""
-        spans = {span.kind: span for span in self.spans() if span.kind in ("client", "server")}
-        assert spans["server"].parent == spans["client"].id
-        assert spans["server"].name == spans["client"].name
-        return spans["client"], spans["server"]
 
 
 @pytest.fixture
@@ -63,7 +54,7 @@ def test_a_context_has_spans(trace: Trace, tmp_path: Path, monkeypatch: pytest.M
     from rolecall.context import context as contexts_module
 
     context: Context[Any] = contexts.make(tmp_path)
-    assert context.span("off", tensor=torch.ones(1)) is NOTHING
+    assert context.span("off", tensor=torch.ones(1)) is NOOP
     monkeypatch.setattr(contexts_module, "recorder", trace.recorder)
     with context.span("on", shape=torch.ones(2).shape, rows=2) as span:
         span.note(loss=0.5)

@@ -282,9 +282,11 @@ def test_a_man_in_the_middle_gets_a_lost_peer_never_other_bytes(lead: Tunnel, ha
         worker.close()
 
 
-def test_a_connection_that_was_recorded_is_of_no_use_later(lead: Tunnel) -> None:
+def test_a_connection_that_was_recorded_says_nothing_and_is_of_no_use_later(lead: Tunnel) -> None:
     between = Between(lead.port, lambda data, forth: data)
     asks(member(), between.port, places.CONTROL)
+    for secret in (TOKEN.encode(), places.CONTROL.encode(), JOB.encode(), RANK_0.encode()):
+        assert secret not in between.sent
     protocol = lead.refused("protocol") + lead.refused("late")
     with dialled(lead.port) as connection:
         connection.sendall(between.sent)
@@ -292,13 +294,6 @@ def test_a_connection_that_was_recorded_is_of_no_use_later(lead: Tunnel) -> None
             answer = received(connection)
             assert b"nothing serves" not in answer
     until(lambda: lead.refused("protocol") + lead.refused("late") > protocol, "the refusal")
-
-
-def test_what_passes_by_is_no_plain_text(lead: Tunnel) -> None:
-    between = Between(lead.port, lambda data, forth: data)
-    asks(member(), between.port, places.CONTROL)
-    for secret in (TOKEN.encode(), places.CONTROL.encode(), JOB.encode(), RANK_0.encode()):
-        assert secret not in between.sent
 
 
 # ---- a user's own certificates

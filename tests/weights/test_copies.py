@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rolecall.weights import copies as module
 from rolecall.weights.copies import KEPT_SECONDS, KEPT_VERSIONS, Absent, Copies, Version
-from rolecall.weights.manifest import CHUNK_BYTES, Manifest, Stamp, digests_of
+from rolecall.weights.manifest import CHUNK_BYTES, Manifest, VersionId, digests_of
 from tests.context.contexts import Clock
 from tests.wire.wires import DEADLINE
 
@@ -26,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def version(number: int, data: bytes) -> Version:
     digests = digests_of(memoryview(data))
-    manifest = Manifest(Stamp(1, number, "lead_0"), number, (), len(data), len(data), digests)
+    manifest = Manifest(VersionId(1, number, "lead_0"), number, (), len(data), len(data), digests)
     return Version(manifest, np.frombuffer(data, np.uint8).copy(), complete=True)
 
 
@@ -41,35 +39,9 @@ def missing(coming: Version) -> list[int]:
 
 def send(source: Copies, target: Copies, coming: Version, *numbers: int) -> int:
     """Chunks from one to the other. Returns how many were wrong."""
-    runs = [(number, number + 1) for number in numbers]
-    parts = source.get(coming.stamp, runs, 0.0)
-    assert not isinstance(parts, Absent)
-    return target.put(coming, runs, parts)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 255), max_size=12), st.lists(st.integers(0, 255), max_size=12), st.integers(1, 99))
-def test_only_chunks_with_other_digests_travel(before: list[int], after: list[int], tail: int) -> None:
-    here, there = Copies("policy"), Copies("policy")
-    old, new = version(1, data(*before)), version(2, data(*after, tail=tail))
-    here.add(old)
-    there.add(new)
-    coming = here.begin(new.manifest)
-    expected = [number for number, value in enumerate(after) if value not in before]
-    assert missing(coming) == [*expected, len(after)]  # the tail has another length
-    assert not send(there, here, coming, *missing(coming))
-    assert coming.complete
-    assert bytes(coming.data) == data(*after, tail=tail)
-
-
-def test_a_pull_goes_on_with_what_an_earlier_one_left() -> None:
-    here, there = Copies("policy"), Copies("policy")
-    first, second = version(1, data(1, 2, 3)), version(2, data(3, 2, 4))
-    there.add(first)
-    coming = here.begin(first.manifest)
-    send(there, here, coming, 1)
-    assert here.begin(first.manifest) is coming
-    assert missing(here.begin(second.manifest)) == [0, 2, 3]
+    contents = source.get(coming.version_id, numbers, 0.0)
+    assert not isinstance(contents, Absent)
+    return target.put(coming, numbers, contents)
 
 
 def test_chunks_that_are_wrong_are_not_kept() -> None:
@@ -81,33 +53,23 @@ def test_chunks_that_are_wrong_are_not_kept() -> None:
     assert missing(coming) == [1]
 
 
-def test_the_newest_is_what_was_published_last(clock: Clock) -> None:
-    copies = Copies("policy")
-    old, new = version(7, data(1)), version(3, data(2))
-    new.manifest = new.manifest._replace(stamp=Stamp(2, 1, "lead_0"))  # of the next generation
-    copies.add(new)
-    copies.add(old)
-    assert copies.newest is new
-    assert copies.manifest(old.stamp) == old.manifest
-
-
 def test_old_versions_are_kept_while_they_are_asked_for(clock: Clock) -> None:
     copies = Copies("policy")
     versions = [version(number, data(number)) for number in range(KEPT_VERSIONS + 2)]
     for each in versions:
         clock.now += 1
         copies.add(each)
-        assert isinstance(copies.get(versions[0].stamp, [(0, 1)], 0.0), list)
-    assert copies.get(versions[1].stamp, [(0, 1)], 0.0) is Absent.GONE  # there are too many
+        assert isinstance(copies.get(versions[0].version_id, [0], 0.0), list)
+    assert copies.get(versions[1].version_id, [0], 0.0) is Absent.GONE  # there are too many
     clock.now += KEPT_SECONDS - 2
-    copies.get(versions[0].stamp, [(0, 1)], 0.0)
+    copies.get(versions[0].version_id, [0], 0.0)
     assert copies.drop_old() == pytest.approx(1)
     clock.now += 1
     assert copies.drop_old() == pytest.approx(KEPT_SECONDS - 1)
-    assert isinstance(copies.get(versions[0].stamp, [(0, 1)], 0.0), list)
+    assert isinstance(copies.get(versions[0].version_id, [0], 0.0), list)
     clock.now += KEPT_SECONDS
     assert copies.drop_old() is None
-    assert copies.manifest(versions[0].stamp) is Absent.GONE
+    assert copies.manifest(versions[0].version_id) is Absent.GONE
     assert copies.newest is versions[-1]
 
 
@@ -115,11 +77,11 @@ def test_a_peer_waits_for_what_comes_from_a_holder_only(clock: Clock) -> None:
     here, there = Copies("policy"), Copies("policy")
     new = version(1, data(1, 2, 3))
     there.add(new)
-    assert here.get(new.stamp, [(0, 1)], 0.0) is Absent.ELSEWHERE  # it does not know of it yet
+    assert here.get(new.version_id, [0], 0.0) is Absent.NOT_AVAILABLE  # it does not know of it yet
     answers = dict[int, Any]()
 
     def ask(number: int) -> None:
-        answers[number] = here.get(new.stamp, [(number, number + 1)], DEADLINE)
+        answers[number] = here.get(new.version_id, [number], DEADLINE)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in (0, 1)]
     for thread in threads:
@@ -127,11 +89,11 @@ def test_a_peer_waits_for_what_comes_from_a_holder_only(clock: Clock) -> None:
     coming = here.begin(new.manifest)
     coming.direct[0] = coming.direct[1] = 1
     here.notify()
-    assert here.get(new.stamp, [(0, 1), (2, 3)], DEADLINE) is Absent.ELSEWHERE  # one comes from another reader
+    assert here.get(new.version_id, [0, 2], DEADLINE) is Absent.NOT_AVAILABLE  # one comes from another reader
     send(there, here, coming, 0, 1)
     for thread in threads:
         thread.join(DEADLINE)
     assert [bytes(answers[number][0])[:1] for number in (0, 1)] == [b"\1", b"\2"]
-    older = Stamp(0, 9, "lead_0")
-    assert here.get(older, [(0, 1)], DEADLINE) is Absent.GONE
+    older = VersionId(0, 9, "lead_0")
+    assert here.get(older, [0], DEADLINE) is Absent.GONE
     assert here.manifest(older) is Absent.GONE

@@ -13,12 +13,9 @@ import torch
 from structlog.typing import EventDict
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
-from rolecall.wire import link, pending
-from rolecall.wire.codec import encode
-from rolecall.wire.frames import Kind
-from rolecall.wire.late import stacks_of
-from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Link, Sockets
-from rolecall.wire.readers import Watch
+from rolecall.wire import link
+from rolecall.wire.dispatch import stacks_of
+from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Sockets
 from rolecall.wire.session import Session
 from tests.wire.wires import DEADLINE, Wires, until
 
@@ -38,12 +35,12 @@ def test_answers(wires: Wires) -> None:
     assert wires.call("a", "b", "echo", 1, x=2).result(DEADLINE) == (1, {"x": 2})
     futures = [wires.call("a", "b", "echo", number) for number in range(1000)]
     assert [future.result(DEADLINE) for future in futures] == list(range(1000))
-    assert asyncio.run(_awaited(wires)) == [0, 1, 2]
+
+    async def awaited() -> list[Any]:
+        return list(await asyncio.gather(*(wires.call("a", "b", "echo", number) for number in range(3))))
+
+    assert asyncio.run(awaited()) == [0, 1, 2]
     assert wires.wires["a"].in_flight("b") == 0
-
-
-async def _awaited(wires: Wires) -> list[Any]:
-    return list(await asyncio.gather(*(wires.call("a", "b", "echo", number) for number in range(3))))
 
 
 def test_callbacks_may_call_and_wait(wires: Wires) -> None:
@@ -79,14 +76,10 @@ def test_a_late_call_is_logged_with_its_peers_stacks(wires: Wires, logged: list[
     assert "in wait\n    self.go.wait(DEADLINE)" in event["exception"]
     assert "rolecall/wire/dispatch" not in event["exception"]
     assert wires.call("a", "b", "echo", 1, seconds=5).result() == 1
-
-
-def test_the_stacks_of_a_late_coroutine(wires: Wires, logged: list[EventDict]) -> None:
     with pytest.raises(CallTimeoutError):
         wires.call("a", "b", "pause", seconds=0.2).result(DEADLINE)
-    (event,) = [event for event in logged if event["event"] == "call timed out"]
+    event = [event for event in logged if event["event"] == "call timed out"][-1]
     assert "in pause\n    await asyncio.sleep(DEADLINE)" in event["exception"]
-    assert "in sleep\n" in event["exception"]
 
 
 def test_equal_stacks_are_shown_once(wires: Wires) -> None:
@@ -100,13 +93,12 @@ def test_a_peer_that_reads_nothing_is_lost(logged: list[EventDict]) -> None:
     wires = Wires("a")
     silent = list[socket.socket]()
 
-    class Silent:
-        def open(self, peer: str, join: int) -> Sockets:
-            ours, theirs = socket.socketpair()
-            silent.append(theirs)
-            return Sockets(ours, ours)
+    def dial(peer: str, join: int) -> Sockets:
+        ours, theirs = socket.socketpair()
+        silent.append(theirs)
+        return Sockets(ours, ours)
 
-    wires.wires["a"]._connector = Silent()
+    wires.wires["a"]._dial = dial
     with pytest.raises(PeerLostError, match="nor sends its stacks: it is frozen or cut off"):
         wires.call("a", "b", "echo", 1, seconds=0.2).result(DEADLINE)
     outcome = list[Any]()
@@ -187,7 +179,7 @@ class Gate:
 @pytest.fixture
 def gate(wires: Wires) -> Iterator[Gate]:
     made = Gate(wires)
-    wires.wires["a"]._connector = made
+    wires.wires["a"]._dial = made.open
     yield made
     for event in made.opened.values():
         event.set()
@@ -248,25 +240,23 @@ def test_a_peer_that_joins_again_is_connected_to_anew(wires: Wires, gate: Gate, 
 
 
 def test_a_peer_that_cannot_be_connected_to(wires: Wires) -> None:
-    class Broken:
-        def open(self, peer: str, join: int) -> Sockets:
-            raise ZeroDivisionError("broken")
+    def dial(peer: str, join: int) -> Sockets:
+        raise ZeroDivisionError("broken")
 
-    wires.wires["a"]._connector = Broken()
+    works, wires.wires["a"]._dial = wires.wires["a"]._dial, dial
     gone = threading.Event()
     wires.wires["a"].on_disconnect("b", lambda peer: gone.set())
     with pytest.raises(PeerLostError, match="b cannot be connected to: ZeroDivisionError: broken"):
         wires.call("a", "b", "echo", 1).result(DEADLINE)
     assert gone.wait(DEADLINE)
-    wires.wires["a"]._connector = Gate(wires)
-    wires.wires["a"]._connector.gate(0).set()
+    wires.wires["a"]._dial = works
     assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1  # it is not lost
 
 
 def test_no_more_than_may_be_in_flight_waits_for_a_link(
     wires: Wires, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending, "MAX_IN_FLIGHT", 5)
+    monkeypatch.setattr(link, "MAX_IN_FLIGHT", 5)
     futures = [wires.call("a", "b", "echo", number) for number in range(5)]
     outcome = list[Any]()
     more = threading.Thread(target=lambda: outcome.append(wires.call("a", "b", "echo", 5).result(DEADLINE)))
@@ -320,38 +310,3 @@ def test_calls_in_flight_are_bounded(wires: Wires, monkeypatch: pytest.MonkeyPat
         wires.call("a", "b", "echo", 1, seconds=0.1).result(DEADLINE)
     waiting[0].cancel()
     assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1
-
-
-def test_a_link_that_closes_while_it_sends(wires: Wires) -> None:
-    ours, theirs = socket.socketpair()
-    closed, problems = list[str](), list[str]()
-    one = Link(
-        "x",
-        Sockets(ours, ours),
-        session=Session(),
-        limit=2**30,
-        watch=Watch(),
-        quick=lambda *_: True,
-        received=lambda *_: None,
-        closed=lambda _, problem: closed.append(problem),
-        drained=lambda _: None,
-    )
-    one.start()
-
-    def send() -> None:
-        try:
-            one.send(Kind.REQUEST, 1, encode(bytes(10**8)))
-        except OSError as error:
-            problems.append(str(error))
-
-    threads = [threading.Thread(target=send) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    theirs.recv(1000)
-    one.close("the test says so")
-    one.close("once only")
-    for thread in threads:
-        thread.join(DEADLINE)
-        assert not thread.is_alive()
-    assert len(problems) == 5
-    assert closed == ["the test says so"]

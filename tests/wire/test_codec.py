@@ -131,11 +131,9 @@ def test_arrays(dtype: str, size: int) -> None:
 
 def test_the_same_object_twice_is_one() -> None:
     tensor = torch.rand(10_000)
-    body, buffers = encode([tensor, tensor, {"x": tensor}])
-    assert len(buffers) == 1
+    assert len(encode([tensor, tensor, {"x": tensor}]).buffers) == 1
     one, two, table = sent([tensor, tensor, {"x": tensor}])
     assert one is two is table["x"]
-    del body
 
 
 def test_what_else_is_sent() -> None:
@@ -163,15 +161,6 @@ def test_more_buffers_than_a_frame_has_go_into_the_pickle(monkeypatch: pytest.Mo
     tensors = [torch.full((2000,), float(number)) for number in range(7)]
     assert len(encode(tensors).buffers) == 3
     assert all(torch.equal(one, other) for one, other in zip(sent(tensors), tensors, strict=True))
-
-
-@pytest.mark.parametrize("value", [lambda: 1, (n for n in ()), open], ids=["lambda", "generator", "open"])
-def test_what_cannot_be_pickled(value: Any) -> None:
-    if value is open:
-        assert sent(value) is open
-        return
-    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
-        encode(value)
 
 
 def test_what_cannot_be_read() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -15,12 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rolecall.errors import PeerLostError
-from rolecall.wire import connecting
-from rolecall.wire.connecting import LENGTH, Hello, receive_hello, send_hello
+from rolecall.messages.codec import encode
+from rolecall.wire import codec, connecting
+from rolecall.wire.connecting import LENGTH, Hello, HelloReply, receive_hello, send_hello
+from rolecall.wire.frames import FrameReader, FrameWriter, Kind
 from rolecall.wire.messages import Deadline, Request
 from tests.tunnel.tunnels import dialled, received
+from tests.wire.test_fuzz import Sent
 from tests.wire.wires import DEADLINE, until
 from tests.wire.workers import Worker
 
@@ -42,23 +45,6 @@ def test_a_link(tmp_path: Path, kind: str) -> None:
         assert (tmp_path / "b_0").stat().st_mode & 0o777 == 0o600
 
 
-def test_many_links_at_once(tmp_path: Path) -> None:
-    hub = Worker("hub_0", tmp_path)
-    others = [Worker(f"a_{number}", tmp_path) for number in range(40)]
-    answers = list[Any]()
-
-    def meet(other: Worker) -> None:
-        other.knows(hub)
-        answers.append(call(other, "hub_0", "echo", other.me.name))
-
-    threads = [threading.Thread(target=meet, args=(other,)) for other in others]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-    assert sorted(answers) == sorted(other.me.name for other in others)
-
-
 @pytest.mark.parametrize("other", [{"generation": 2}, {"job": "another"}])
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_a_worker_of_another_generation_or_job_is_refused(tmp_path: Path, kind: str, other: dict[str, Any]) -> None:
@@ -74,15 +60,19 @@ def test_a_worker_of_another_generation_or_job_is_refused(tmp_path: Path, kind: 
     assert not new.wire._accepted
 
 
-def test_another_member_at_the_address_is_not_taken_for_the_peer(tmp_path: Path) -> None:
-    a, b = Worker("a_0", seconds=0.2), Worker("b_0")
-    a.dialer.addresses["c_0"] = b.address._replace(name="c_0")
-    with pytest.raises(PeerLostError, match="this is b_0 of tested"):
-        a.wire.connect("c_0")
+@pytest.mark.parametrize(
+    ("wanted", "answer"),
+    [({"name": "c_0"}, "this is b_0 of tested"), ({"join": 1}, "this is part 2 of b_0 in generation 1, not part 1")],
+)
+def test_another_member_or_part_at_the_address_is_not_taken_for_the_peer(wanted: dict[str, Any], answer: str) -> None:
+    a, b = Worker("a_0", seconds=0.2), Worker("b_0", join=2)
+    address = b.address._replace(**wanted)
+    a.dialer.addresses[address.name] = address
+    with pytest.raises(PeerLostError, match=answer):
+        a.wire.connect(address.name)
 
 
-def hello(**changes: Any) -> dict[str, Any]:
-    return Hello("x_0", "b_0", "tested", 1, 0, 0, "link", "both")._replace(**changes)._asdict()
+HELLO = Hello("x_0", "b_0", "tested", 1, 0, 0, "link", "both")
 
 
 @pytest.mark.parametrize(
@@ -92,10 +82,11 @@ def hello(**changes: Any) -> dict[str, Any]:
         b"\0",
         b"\xff\xff" + b"x" * 70_000,
         b"GET / HTTP/1.1\r\n\r\n",
-        LENGTH.pack(2) + b"[]",
-        LENGTH.pack(4000) + b"[" * 4000,
-        *(LENGTH.pack(len(body)) + body for body in [json.dumps(hello(direction="out")).encode(), b'{"reads": true}']),
-        *(LENGTH.pack(len(body)) + body for body in [json.dumps(hello(generation="1")).encode()]),
+        LENGTH.pack(1) + b"\x90",
+        *(
+            LENGTH.pack(len(body)) + body
+            for body in map(encode, (replace(HELLO, direction="out"), {"reads": True}, replace(HELLO, generation="1")))
+        ),
     ],
 )
 def test_what_is_no_hello_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, words: bytes) -> None:
@@ -105,7 +96,7 @@ def test_what_is_no_hello_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, words: 
         connection.sendall(words)
         with contextlib.suppress(ConnectionResetError):
             assert received(connection) == b""
-    until(lambda: not b.acceptor._greetings, "its end")
+    until(lambda: not b.acceptor._handshakes, "its end")
     assert not b.wire._accepted
 
 
@@ -125,30 +116,26 @@ def test_a_frame_right_behind_the_hello_is_not_lost(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(b.address.path)
         sock.settimeout(DEADLINE)
-        send_hello(sock, hello(probe="00"))
-        receive_hello(sock, time.monotonic() + DEADLINE)
-        from rolecall.wire.codec import encode
-        from rolecall.wire.frames import FrameReader, FrameWriter, Kind
-        from tests.wire.fuzz import Sent
-
+        send_hello(sock, HELLO)
+        receive_hello(HelloReply, sock, time.monotonic() + DEADLINE)
         sent: Any = Sent()
-        send_hello(sent, {"reads": False})
-        FrameWriter(sent).send(Kind.REQUEST, 1, encode(tuple(Request("echo", (5,), {}, 0.0))))
+        send_hello(sent, HelloReply())
+        FrameWriter(sent).send(Kind.REQUEST, 1, codec.encode(tuple(Request("echo", (5,), {}, 0.0))))
         sock.sendall(sent.data)
         assert FrameReader(sock, 2**20).next().kind == Kind.ANSWER
 
 
 def test_connections_that_say_nothing_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "MAX_GREETINGS", 8)
+    monkeypatch.setattr(connecting, "MAX_HANDSHAKES", 8)
     a, b, before = Worker("a_0"), Worker("b_0"), threading.active_count()
     a.knows(b)
     kept = [socket.create_connection(("127.0.0.1", b.address.port), DEADLINE) for _ in range(300)]
-    until(lambda: len(b.acceptor._greetings) == 8, "the bound")
+    until(lambda: len(b.acceptor._handshakes) == 8, "the bound")
     until(lambda: threading.active_count() - before <= 12, "their threads' end")
     assert call(a, "b_0", "echo", 1) == 1  # in place of the oldest
     for connection in kept:
         connection.close()
-    until(lambda: not b.acceptor._greetings, "their end")
+    until(lambda: not b.acceptor._handshakes, "their end")
 
 
 def test_another_user_reaches_neither_the_socket_nor_the_memory(tmp_path: Path) -> None:
@@ -170,7 +157,7 @@ def test_another_user_reaches_neither_the_socket_nor_the_memory(tmp_path: Path) 
         "    sock.connect(sys.argv[1]); sock.sendall(b'\\0\\2{}'); print(sock.recv(100))\n"
         "except OSError as error: print(type(error).__name__)\n"
     )
-    place = connecting._probe()["address"]
+    place = connecting._probe().address
     arguments = [b.address.path, str(place), str(os.getpid())]
     root = Path(__file__).resolve().parents[2]
     for mode, answers in ((0o777, ("b''", "ConnectionResetError", "BrokenPipeError")), (0o600, ("PermissionError",))):
@@ -202,13 +189,6 @@ def test_the_newest_part_of_a_member_calls_and_is_called(tmp_path: Path) -> None
     b.wire.lose("a_0", "the test says so", 1)
     with pytest.raises(PeerLostError, match="the test says so"):
         call(b, "a_0", "echo", 6)
-
-
-def test_another_part_of_a_member_is_refused(tmp_path: Path) -> None:
-    a, b = Worker("a_0", seconds=0.2), Worker("b_0", join=2)
-    a.dialer.addresses["b_0"] = b.address._replace(join=1)
-    with pytest.raises(PeerLostError, match=r"this is part 2 of b_0 in generation 1, not part 1"):
-        a.wire.connect("b_0")
 
 
 def test_a_session_ends_with_all_that_belongs_to_it(tmp_path: Path) -> None:

@@ -40,62 +40,6 @@ def passes(pair: Pair, body: bytes, buffers: list[bytes]) -> None:
     sending.join()
 
 
-@pytest.mark.parametrize("body", [0, 1, frames.RECEIVE_BYTES, frames.RECEIVE_BYTES + 1, 3_000_000])
-@pytest.mark.parametrize(
-    "buffers",
-    [[], [0], [1, 0, 2], [frames.JOIN_BYTES, frames.JOIN_BYTES + 1], [5_000_000, 7]],
-    ids=["none", "empty", "small", "at the limit", "large"],
-)
-def test_sizes(pair: Pair, body: int, buffers: list[int]) -> None:
-    passes(pair, os.urandom(body), [os.urandom(size) for size in buffers])
-
-
-def test_many_buffers(pair: Pair) -> None:
-    passes(pair, b"body", [bytes([number % 256]) * 50 for number in range(5000)])
-    passes(pair, b"body", [bytes([number % 256]) * 5000 for number in range(3000)])
-
-
-def test_bytes_that_come_one_by_one(pair: Pair) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        for number in range(3):
-            FrameWriter(ours).send(Kind.ITEM, number, Encoded(b"body", [memoryview(b"buffer" * number)]))
-        ours.shutdown(socket.SHUT_WR)
-        data = b"".join(iter(lambda: theirs.recv(2**16), b""))
-
-    def trickle() -> None:
-        for byte in data:
-            pair[0].sendall(bytes([byte]))
-        pair[0].shutdown(socket.SHUT_WR)
-
-    threading.Thread(target=trickle, daemon=True).start()
-    reader = FrameReader(pair[1], LIMIT)
-    assert [parts(reader.next())[1:] for _ in range(3)] == [(n, b"body", [b"buffer" * n]) for n in range(3)]
-    with pytest.raises(EOFError):
-        reader.next()
-
-
-def test_frames_across_the_ends_of_the_buffer(pair: Pair) -> None:
-    writer, reader, count = FrameWriter(pair[0]), FrameReader(pair[1], LIMIT), 500
-    contents = [Encoded(os.urandom(1 + 977 * number % 4000), []) for number in range(count)]
-
-    def send() -> None:
-        for number, content in enumerate(contents):
-            writer.send(Kind.ANSWER, number, content)
-
-    threading.Thread(target=send, daemon=True).start()
-    for number in range(count):
-        frame = reader.next()
-        assert (frame.call, frame.body) == (number, contents[number].body)
-
-
-def test_an_end_within_a_frame(pair: Pair) -> None:
-    pair[0].sendall(HEAD.pack(Kind.REQUEST, 0, 1, 4, 1) + SIZE.pack(10**6) + b"body" + b"some")
-    pair[0].shutdown(socket.SHUT_WR)
-    with pytest.raises(EOFError, match="within a frame"):
-        FrameReader(pair[1], LIMIT).next()
-
-
 @pytest.mark.parametrize(("kind", "flags"), [(0, 0), (10, 0), (255, 0), (1, 2), (1, 255), (1, 1)])
 def test_what_is_no_frame(pair: Pair, kind: int, flags: int) -> None:
     pair[0].sendall(HEAD.pack(kind, flags, 1, 0, 1) + bytes(64))

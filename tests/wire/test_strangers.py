@@ -7,8 +7,9 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rolecall.errors import PeerLostError
 from rolecall.tunnel import keys, places, tickets
 from rolecall.tunnel.client import TunnelClient
 from rolecall.wire import connecting
-from rolecall.wire.connecting import Hello, receive_hello, send_hello
+from rolecall.wire.connecting import Hello, HelloReply, receive_hello, send_hello
 from tests.ports import free_ports
 from tests.tunnel.test_strangers import OURS, Between, client, member
 from tests.tunnel.tunnel_process import JOB, RANK_0
@@ -65,8 +66,8 @@ def shows(port: int, words: bytes, context: ssl.SSLContext) -> bool:
         with dialled(port) as connection:
             connection.sendall(words)
             with context.wrap_socket(connection, server_hostname=HOST) as channel:
-                send_hello(channel, Hello("worker_0", RANK_0, JOB, 1, 0, 0, os.urandom(4).hex(), "out")._asdict())
-                return receive_hello(channel, connecting.time.monotonic() + DEADLINE) == {}
+                send_hello(channel, Hello("worker_0", RANK_0, JOB, 1, 0, 0, os.urandom(4).hex(), "out"))
+                return not receive_hello(HelloReply, channel, time.monotonic() + DEADLINE).problem
     except (OSError, ValueError):
         return False
 
@@ -187,33 +188,24 @@ def test_what_is_changed_on_its_way_is_a_lost_peer(ranks: Ranks, harm: str) -> N
     assert set(pair.rank0.member.seen) <= {None}
 
 
-def test_what_passes_by_is_no_plain_text(ranks: Ranks) -> None:
-    seen = list[bytes]()
+def test_what_passes_by_is_no_plain_text_and_of_no_use_later(ranks: Ranks) -> None:
+    seen, sent = list[bytes](), list[bytes]()
 
     def keep(data: bytes, forth: bool) -> bytes:
         seen.append(data)
+        if forth:
+            sent.append(data)
         return data
 
-    between = Between(ranks[0].port, keep)
-    pair = Pair(ranks, between.port)
+    pair = Pair(ranks, Between(ranks[0].port, keep).port)
+    assert pair.call("count_calls") == 1
+    recorded = [b"".join(sent), *sent]
     assert pair.call("echo", MARKER * 10_000) == MARKER * 10_000
     everything = b"".join(seen)
     assert len(everything) > 2 * 10_000 * len(MARKER)
     for secret in (MARKER, MARKER[:12], TOKEN.encode(), JOB.encode(), RANK_0.encode(), b"echo", SERVICE.encode()):
         assert secret not in everything
-
-
-def test_a_recording_is_of_no_use_later(ranks: Ranks) -> None:
-    forth = list[bytes]()
-
-    def keep(data: bytes, out: bool) -> bytes:
-        if out:
-            forth.append(data)
-        return data
-
-    pair = Pair(ranks, Between(ranks[0].port, keep).port)
-    assert pair.call("count_calls") == 1
-    for words in (b"".join(forth), *forth):
+    for words in recorded:
         with dialled(ranks[0].port) as connection, contextlib.suppress(ConnectionError):
             connection.sendall(words)
             received(connection)  # a ServerHello, at most, which only its maker can go on from
@@ -225,20 +217,20 @@ def test_half_a_link_is_closed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(connecting, "HELLO_SECONDS", 1.0)
     pair, port = Pair(ranks), ranks[0].port
 
-    def half(direction: str, link: str) -> dict[str, Any]:
+    def half(direction: Literal["out", "back"], link: str) -> str:
         with dialled(port) as connection:
             connection.sendall(tickets.preamble(ticket(ranks)))
             with member().wrap_socket(connection, server_hostname=HOST) as channel:
-                send_hello(channel, {**Hello("w", RANK_0, JOB, 1, 0, 0, link, "out")._asdict(), "direction": direction})
-                answer = receive_hello(channel, connecting.time.monotonic() + DEADLINE)
+                send_hello(channel, Hello("w", RANK_0, JOB, 1, 0, 0, link, direction))
+                answer = receive_hello(HelloReply, channel, time.monotonic() + DEADLINE).problem
                 channel.settimeout(DEADLINE)
                 with contextlib.suppress(ssl.SSLError, ConnectionResetError):
                     assert channel.recv(1) == b""  # it is hung up on
                 return answer
 
-    assert half("out", "one") == {}
-    assert half("back", "two") == {"problem": "the other connection of this link was given up"}
-    until(lambda: not pair.rank0.acceptor._halves and not pair.rank0.acceptor._greetings, "their end")
+    assert half("out", "one") == ""
+    assert half("back", "two") == "the other connection of this link was given up"
+    until(lambda: not pair.rank0.acceptor._halves and not pair.rank0.acceptor._handshakes, "their end")
     assert pair.call("echo", 1) == 1
 
 
@@ -261,10 +253,10 @@ def test_connections_that_stop_within_a_ticket_cost_no_time(ranks: Ranks) -> Non
 
 
 def test_tickets_without_a_handshake_are_bounded(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "MAX_GREETINGS", 8)
+    monkeypatch.setattr(connecting, "MAX_HANDSHAKES", 8)
     pair = Pair(ranks)
     with contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(dialled(ranks[0].port)).sendall(tickets.preamble(ticket(ranks)))
-        until(lambda: len(pair.rank0.acceptor._greetings) == 8, "the bound")
+        until(lambda: len(pair.rank0.acceptor._handshakes) == 8, "the bound")
         assert pair.call("echo", 1) == 1

@@ -18,6 +18,7 @@ from rolecall.wire.dispatch import Dispatcher, Handover
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.link import Sockets
 from rolecall.wire.messages import Deadline, Request
+from rolecall.wire.session import Session
 
 DEADLINE = 20.0
 
@@ -150,13 +151,13 @@ class Wires:
             self.wires[name].dispatcher.serve(member)
 
     def _wire(self, name: str, limit: int) -> Wire:
-        connector = _Connector(self, name)
         return Wire(
             name,
-            connector,
+            lambda peer, join: self.sockets(name, peer),
             Dispatcher(name, Internals()),
             max_message_bytes=limit,
             lost=lambda peer, join, error: self.lost.append(peer),
+            session=Session(),
         )
 
     def sockets(self, caller: str, callee: str) -> Sockets:
@@ -183,11 +184,3 @@ class Wires:
         for wire in self.wires.values():
             for name in self.wires:
                 wire.lose(name, "the test is over")
-
-
-class _Connector:
-    def __init__(self, wires: Wires, me: str) -> None:
-        self._wires, self._me = wires, me
-
-    def open(self, peer: str, join: int) -> Sockets:
-        return self._wires.sockets(self._me, peer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from rolecall.tunnel.client import TunnelClient
 from rolecall.wire.calls import Wire
-from rolecall.wire.connecting import Acceptor, Address, Dialer, Identity, Tls, machine_id
+from rolecall.wire.connecting import Acceptor, Address, Dialer, Tls, WorkerIdentity, machine_id
 from rolecall.wire.dispatch import Dispatcher
 from rolecall.wire.session import Session
 from tests.tunnel.tunnel_process import JOB, RANK_0
@@ -32,7 +33,7 @@ class Worker:
         job: str = JOB,
         seconds: float = 10.0,
     ) -> None:
-        me = self.me = Identity(name, job, generation, LEASE, join)
+        me = self.me = WorkerIdentity(name, job, generation, LEASE, join)
         session = self.session = Session(generation, join)
         opened: Callable[[], TunnelClient] | None = None
         if tunnel:
@@ -44,7 +45,7 @@ class Worker:
         self.lost = list[str]()
         self.wire = Wire(
             name,
-            self.dialer,
+            self.dialer.open,
             Dispatcher(name, Internals()),
             max_message_bytes=2**20 * 64,
             lost=lambda peer, join, error: self.lost.append(str(error)),
@@ -58,7 +59,7 @@ class Worker:
             port = tunnel.port
             self.acceptor.listen_tunnel(opened())
         else:
-            port = self.acceptor.listen_tcp("127.0.0.1", 0)
+            port = self.acceptor.listen_tcp(socket.create_server(("127.0.0.1", 0)))
         self.member = Member(me=name)
         self.wire.dispatcher.serve(self.member)
         self.address = Address(name, "127.0.0.1", port, path, machine_id() if path else "", join)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,25 +71,12 @@ class Rows:
         """Sets the rows of this share that are in `values` [rows, ...]: the rows from `begin` on of a share that
         consists of the rows `first`, `first` + `step`, ...
         """
-        period = self.step // gcd(self.step, step)  # one row in so many is in this share
-        for skipped in range(min(period, len(values))):
-            row = first + step * (begin + skipped)
-            if (row - self.first) % self.step == 0:
-                break
-        else:
+        if step != self.step or (first - self.first) % step:
+            self.put_numbered(values, torch.arange(begin, begin + len(values)), first, step)
             return
-        target, stride = (row - self.first) // self.step, step * period // self.step
-        values = values[skipped::period]
-        if target < 0:  # rows before the first one here
-            before = -(target // stride)
-            target, values = target + before * stride, values[before:]
-        offset = 0
-        for tensor in self.tensors:
-            if target < offset + len(tensor) and len(values):
-                count = min(len(values), -(-(offset + len(tensor) - target) // stride))
-                tensor[target - offset :: stride][:count] = values[:count].to(tensor.device)
-                target, values = target + count * stride, values[count:]
-            offset += len(tensor)
+        start = (first - self.first) // step + begin
+        for place, view in self.pieces(start, start + len(values)):
+            view.copy_(values[place])
 
     @torch.no_grad()
     def put_numbered(self, values: Tensor, numbers: Tensor, first: int, step: int) -> None:
@@ -242,7 +227,7 @@ class Capture:
                         return
                     left = column.save_rows(left)
 
-    def _wait(self, ready: Any) -> bool:
+    def _wait(self, ready: Callable[..., object]) -> bool:
         """Waits for the reader. Returns whether the capture has not failed."""
         begun = time.monotonic()
         if not self._progress.wait_for(lambda: ready() or self.problem, max(0.0, self._patience - self.stalled)):

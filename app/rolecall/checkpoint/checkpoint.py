@@ -68,15 +68,12 @@ class Snapshot:
         """With the values that ranks hold shares of, read and put together, in `state`, but not `without`: for one that
         has the memory. Raises CheckpointError if a shard is missing or torn.
         """
-        from rolecall.checkpoint import (  # torch: not in a supervisor, which imports this module's names
-            shardfile,
-            shardfiles,
-        )
+        from rolecall.checkpoint import shardfile  # torch: a supervisor imports this module, too
 
         directory = self.path.parent / SHARDS / self.path.stem
         try:
             values = {
-                name: {**self._unshared(name), **shardfiles.whole(directory, files)}
+                name: {**self._unshared(name), **shardfile.whole(directory, files)}
                 for name, files in self.shards.items()
                 if name not in without
             }
@@ -100,17 +97,11 @@ class Snapshot:
 
     def require_settings(self, settings: Settings, chosen: Mapping[str, Any] | None = None) -> None:
         """Raises UsageError if a setting that the checkpoint depends on has another value now, `chosen` or set."""
-        for name, now, before in self.contradicted(settings, chosen):
-            value = fields.shown(before)
-            what = f"{fields.shown(name.upper())}={now}: the newest checkpoint in CHECKPOINT_DIR was made with {value}"
-            raise UsageError(f"{what}; set that, or another directory")
-
-    def contradicted(self, settings: Settings, chosen: Mapping[str, Any] | None = None) -> list[tuple[str, Any, Any]]:
-        """The settings that the checkpoint depends on and that are others now: name, value now, the checkpoint's."""
         current = settings.model_dump(mode="json", include=set(self.pinned)) | dict(chosen or {})
-        return [
-            (name, current[name], before) for name, before in self.pinned.items() if current.get(name, before) != before
-        ]
+        for name, before in self.pinned.items():
+            if current.get(name, before) != before:
+                what = f"{fields.shown(name.upper())}={current[name]}: the newest checkpoint in CHECKPOINT_DIR"
+                raise UsageError(f"{what} was made with {fields.shown(before)}; set that, or another directory")
 
 
 class Checkpoints:
@@ -139,16 +130,10 @@ class Checkpoints:
         self._complain = complain
         self._begin = begin
         self._bad: set[Path] = set()
-        self._dropped: list[str] = []  # deleted, with shards perhaps
 
     def stem(self, step: int) -> str:
         """The name of the checkpoint of `step`, without its suffix."""
         return f"checkpoint-{self.generation:06d}-{step:010d}"
-
-    def kept_and_dropped(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of the checkpoints that there are, and of those that this writer deleted since the last call."""
-        dropped, self._dropped = tuple(self._dropped), []
-        return tuple(path.stem for path in self.files()), dropped
 
     def files(self) -> list[Path]:
         """The checkpoints' files, newest first."""
@@ -196,48 +181,40 @@ class Checkpoints:
         Raises CheckpointError if it could not be written; the files that were there before are then unchanged.
         """
         with using(self.directory):
-            return self._write(step, state, about or {}, shards or {})
-
-    def _write(
-        self, step: int, state: dict[str, Any] | memoryview, about: dict[str, Any], shards: dict[str, list[ShardFile]]
-    ) -> Path:
-        try:
-            owner = self._fence() if self._fence else 0
-        except UsageError as error:
-            raise CheckpointError(f"{error}: nothing written") from error
-        if owner > self.generation:
-            raise CheckpointError(f"generation {self.generation} is over (now {owner}): nothing written")
-        packed = state if isinstance(state, memoryview) else pack(state, about)
-        listed = {name: [file.to_json() for file in files] for name, files in shards.items()}
-        manifest = json.dumps(listed).encode() if listed else b""
-        head = {
-            "format": FORMAT,
-            "job": self.job,
-            "generation": self.generation,
-            "step": step,
-            "length": len(packed) + len(manifest),
-            **({"manifest": len(manifest)} if listed else {}),
-        }
-        head["sha256"] = digest_of(head, (packed, manifest))
-        path = self.directory / f"{self.stem(step)}.pt"
-        try:
-            write_atomically(path, json.dumps(head).encode() + b"\n", packed, manifest)
-        except OSError as error:
-            raise CheckpointError(f"{path.name} cannot be written to {self.directory}: {error.strerror}") from error
-        self._bad.discard(path)
-        files = self.files()
-        kept = [file for file in files if file not in self._bad][: self.keep]  # an unreadable one is no spare
-        unfinished = self.directory.glob(
-            ".checkpoint-*.tmp"
-        )  # of writers that were killed; there is one writer at a time
-        for old in (*files[files.index(kept[-1]) + 1 :], *unfinished):
             try:
-                old.unlink(missing_ok=True)
-                self._dropped.append(old.stem)
+                owner = self._fence() if self._fence else 0
+            except UsageError as error:
+                raise CheckpointError(f"{error}: nothing written") from error
+            if owner > self.generation:
+                raise CheckpointError(f"generation {self.generation} is over (now {owner}): nothing written")
+            packed = state if isinstance(state, memoryview) else pack(state, about or {})
+            listed = {name: [file.to_json() for file in files] for name, files in (shards or {}).items()}
+            manifest = json.dumps(listed).encode() if listed else b""
+            head = {
+                "format": FORMAT,
+                "job": self.job,
+                "generation": self.generation,
+                "step": step,
+                "length": len(packed) + len(manifest),
+                **({"manifest": len(manifest)} if listed else {}),
+            }
+            head["sha256"] = digest_of(head, (packed, manifest))
+            path = self.directory / f"{self.stem(step)}.pt"
+            try:
+                write_atomically(path, json.dumps(head).encode() + b"\n", packed, manifest)
             except OSError as error:
-                self._complain(f"{old.name} cannot be deleted: {error.strerror}")
-        prune_shards(self.directory, {file.stem for file in self.files()}, self._dropped)
-        return path
+                raise CheckpointError(f"{path.name} cannot be written to {self.directory}: {error.strerror}") from error
+            self._bad.discard(path)
+            files = self.files()
+            kept = [file for file in files if file not in self._bad][: self.keep]  # an unreadable one is no spare
+            unfinished = self.directory.glob(".checkpoint-*.tmp")  # of writers that were killed: there is one at a time
+            for old in (*files[files.index(kept[-1]) + 1 :], *unfinished):
+                try:
+                    old.unlink(missing_ok=True)
+                except OSError as error:
+                    self._complain(f"{old.name} cannot be deleted: {error.strerror}")
+            prune_shards(self.directory, {file.stem for file in self.files()})
+            return path
 
 
 def pack(state: dict[str, Any], about: dict[str, Any]) -> memoryview:
@@ -259,7 +236,7 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def read(path: Path, job: str) -> Snapshot:
-    """Read one checkpoint. Raises CheckpointError if it is torn, of another job, of a newer version, or holds
+    """Read one checkpoint. Raises CheckpointError if it is torn, of another job, of another format, or holds
     anything else than a checkpoint does.
     """
     import torch
@@ -293,9 +270,6 @@ def read(path: Path, job: str) -> Snapshot:
         lines = str(error).splitlines() or [type(error).__name__]
         problem = next((line for line in lines if "Unsupported" in line), lines[0]).partition(". Please")[0]
         raise CheckpointError(f"{path.name} cannot be loaded: {problem.strip()}") from error
-    if head["format"] == 1 and isinstance(content, dict):
-        about = {"settings": content.pop("settings", {}), "seconds": content.pop("seconds", 0.0)}
-        content = {"state": content, "about": about}
     if problem := _problem(content, len(body)):
         raise CheckpointError(f"{path.name} cannot be loaded: {problem}")
     return Snapshot(path, head["generation"], head["step"], content["state"], about=content["about"], shards=shards)
@@ -380,9 +354,10 @@ def digest_of(head: dict[str, Any], body: Iterable[bytes | memoryview]) -> str:
 
 
 def require_readable(path: Path, head: dict[str, Any], job: str) -> None:
-    """Raises CheckpointError for a checkpoint of a newer version, or of another job."""
-    if head["format"] > FORMAT:
-        raise CheckpointError(f"{path.name} is of format {head['format']}, newer than this program's {FORMAT}")
+    """Raises CheckpointError for a checkpoint of another format, or of another job."""
+    if head["format"] != FORMAT:
+        age = "newer" if head["format"] > FORMAT else "older"
+        raise CheckpointError(f"{path.name} is of format {head['format']}, {age} than this program's {FORMAT}")
     if head["job"] != job:
         raise CheckpointError(f"{path.name} is of job {head['job']}, not of {job}")
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rolecall.checkpoint import shardfiles
 from rolecall.checkpoint.capture import BLOCK_BYTES, Capture, CaptureError, Rows
-from rolecall.checkpoint.shard_messages import Earlier, Order
 from rolecall.checkpoint.shardfile import NUMBERS, Column, ShardError, ShardFile
-from rolecall.checkpoint.shards import Part, Share
+from rolecall.checkpoint.shards import Disk, NewFile, Order, Share, Shares
 
 CHANGED, CAPTURED, PENDING = 1, 2, 4  # marks: since the last capture; in it; not written yet
 MOST_LOGGED = 0.5  # rows in logs, of those in the base: beyond it a new base is written
@@ -39,13 +36,13 @@ class Chain:
     """The files of the checkpoint `stem` that are this share's: a base and its logs, which have `logged` rows."""
 
     stem: str
-    names: tuple[str, ...]
+    files: tuple[ShardFile, ...]
     logged: int
 
     @property
     def logs(self) -> int:
         """How many checkpoints wrote logs: their stems are in the files' names."""
-        return len({name.rsplit(".", 2)[0] for name in self.names}) - 1
+        return len({file.name.rsplit(".", 2)[0] for file in self.files}) - 1
 
 
 class LoggedShare(Share):
@@ -67,15 +64,14 @@ class LoggedShare(Share):
         self._fetch, self._together, self._changes = fetch, together, threading.Condition()
         self._marks = torch.zeros(len(next(iter(rows().values()))), dtype=torch.uint8)
         self._chain: Chain | None = None  # of the newest checkpoint
-        self._next: Chain | None = None  # of the one that is written, perhaps
-        self._usable: Chain | None = None  # whose files can be part of the newest order's checkpoint
+        self._next: Chain | None = None  # of the one whose files were written last, and that may have come to nothing
         super().__init__(context, name, rows, at=at)
 
     def _give_up(self) -> None:
         """See `Share`."""
         super()._give_up()
         with self._changes:
-            self._chain = self._next = self._usable = None
+            self._chain = self._next = None
             self._marks.zero_()
 
     def before(self, begin: int, end: int) -> None:
@@ -96,11 +92,14 @@ class LoggedShare(Share):
             else:  # it came to nothing: these rows are not in a checkpoint
                 for marks in self._marks.split(SPAN):
                     marks |= (marks & CAPTURED) >> 1
-            chain = self._chain if self._chain is self._usable else None
+            self._next, chain = None, self._chain
             counts = [(marks & CHANGED).count_nonzero() for marks in self._marks.split(SPAN)]
             changed = int(torch.stack(counts).sum())
             if chain is not None and (
-                chain.logged + changed > MOST_LOGGED * len(self._marks) or chain.logs >= MOST_LOGS
+                chain.stem == order.stem
+                or chain.stem not in order.kept
+                or chain.logged + changed > MOST_LOGGED * len(self._marks)
+                or chain.logs >= MOST_LOGS
             ):
                 chain = None
             for marks in self._marks.split(SPAN):
@@ -108,76 +107,52 @@ class LoggedShare(Share):
                 marks *= CAPTURED | PENDING
                 if chain is None:
                     marks |= PENDING
-            columns = {name: Column.of(rows) for name, rows in self._rows().items()}
-            count = changed if chain else len(self._marks)
-            patience = self.context.settings.rpc_timeout / 2
-            capture = ChangesCapture(
+            return ChangesCapture(
                 f"{self}.{order.stem}",
-                columns,
-                count,
+                {name: Column.of(rows) for name, rows in self._rows().items()},
+                changed if chain else len(self._marks),
                 marks=self._marks,
                 changes=self._changes,
                 fetch=self._fetch,
                 together=self._together,
                 chain=chain,
-                patience=patience,
+                patience=self.settings.rpc_timeout / 2,
             )
-            names, logged = (chain.names, chain.logged + changed) if chain else ((), 0)
-            self._next = Chain(order.stem, (*names, *capture.files), logged)
-        return capture
 
-    def look(self, order: Order) -> None:
-        """See `Share.look`. A disk that hangs or fails has all rows written anew."""
-        with self._changes:
-            chain = self._next if self._next is not None and self._next.stem in order.kept else self._chain
-        usable: Future[bool] = Future()
-        threading.Thread(target=lambda: usable.set_result(self._has(chain, order)), daemon=True).start()
-        try:
-            self._usable = chain if usable.result(self.context.settings.rpc_timeout / 2) else None
-        except TimeoutError:
-            self._usable = None
-
-    def _has(self, chain: Chain | None, order: Order) -> bool:
-        """Whether the chain's files can be part of the order's checkpoint."""
-        if chain is None or order.whole or chain.stem == order.stem or chain.stem not in order.kept:
-            return False
-        try:
-            return not self.direct(order) or all((self.directory / chain.stem / name).exists() for name in chain.names)
-        except OSError:
-            return False
-
-    def earlier(self, order: Order, capture: Capture, direct: bool) -> Earlier | None:
-        """See `Share.earlier`. After files that cannot be used again, the next checkpoint has all rows."""
+    def _write(self, order: Order, capture: Capture, disk: Disk) -> list[ShardFile]:
+        """See `Share`. After files that cannot be used again, the next checkpoint has all rows."""
         assert isinstance(capture, ChangesCapture)
-        if (chain := capture.chain) is None:
-            return None
-        try:
-            for name in chain.names if direct else ():
-                shardfiles.share(self.directory / chain.stem / name, self.directory / order.stem / name)
-        except ShardError:
-            with self._changes:
-                if self._chain is chain:
+        if chain := capture.chain:
+            try:
+                disk(Shares.link, chain.stem, [file.name for file in chain.files])
+            except ShardError:
+                with self._changes:
                     self._chain = None
-            raise
-        return Earlier(chain.stem, chain.names, direct)
+                raise
+        files, logged = (chain.files, chain.logged + capture.count) if chain else ((), 0)
+        files = (*files, *super()._write(order, capture, disk))
+        with self._changes:
+            if capture is self._capture:
+                self._next = Chain(order.stem, files, logged)
+        return [*files]
 
-    def parts(self, capture: Capture) -> Iterator[Part]:
+    def parts(self, capture: Capture) -> Iterator[NewFile]:
         """See `Share.parts`."""
         assert isinstance(capture, ChangesCapture)
         return capture.parts()
 
-    def _load(self, stem: str, files: list[ShardFile], holders: dict[str, str], resets: int) -> None:
+    def _load(self, stem: str, files: list[ShardFile], resets: int) -> None:
         """See `Share`. If `files` has this very share, it is the base of the next checkpoint."""
         self._chain = self._next = None
         self._marks.zero_()
-        super()._load(stem, files, holders, resets)
+        super()._load(stem, files, resets)
         mine = [file for file in files if file.name.startswith(f"{self}.") and NUMBERS in file.columns]
         rows = self._rows()
         alike = all((c.total, c.first, c.step) == (rows[name].total, rows[name].first, rows[name].step)
                     for file in mine for name, c in file.columns.items() if name in rows)  # fmt: skip
         held = sum([file.columns[NUMBERS].shape[0] for file in mine])
         if alike and held >= len(self._marks):
-            self._chain = Chain(stem, tuple(file.name for file in mine), held - len(self._marks))
+            self._chain = Chain(stem, tuple(mine), held - len(self._marks))
 
 
 class ChangesCapture(Capture):
@@ -196,14 +171,12 @@ class ChangesCapture(Capture):
         patience: float,
     ) -> None:
         super().__init__({}, patience)
-        self._progress, self._marks, self._fetch, self._left = changes, marks, fetch, count
-        self._together, self._count = together, count
-        self.chain = chain
+        self._progress, self._marks, self._fetch, self._together = changes, marks, fetch, together
+        self.chain, self.count = chain, count
         # the largest column is written as it comes, the others after it
         self._sorted = dict(sorted(columns.items(), key=lambda each: -each[1].bytes))
         self._row_bytes = max(1, sum(column.bytes for column in columns.values()) // max(1, len(marks)))
-        self._per_file = max(1, FILE // self._row_bytes)
-        self.files = [f"{stem}.{number:04d}.safetensors" for number in range(-(-count // self._per_file))]
+        self._stem = stem
         self._set_aside_rows: deque[tuple[Tensor, Values]] = deque()
 
     def before_rows(self, rows: Tensor) -> None:
@@ -248,7 +221,7 @@ class ChangesCapture(Capture):
 
     def _spans(self) -> Iterator[Tensor]:
         """All rows that are still to be written when it comes to them, some at a time."""
-        for rows in self._together() if TOGETHER * self._count >= len(self._marks) else ():
+        for rows in self._together() if TOGETHER * self.count >= len(self._marks) else ():
             yield rows[(self._marks[rows] & PENDING) != 0]
         for begin in range(0, len(self._marks), SPAN):
             yield ((self._marks[begin : begin + SPAN] & PENDING) != 0).nonzero()[:, 0] + begin
@@ -263,17 +236,16 @@ class ChangesCapture(Capture):
             self._progress.notify_all()
         yield from aside
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NewFile]:
         """The files, one after another."""
-        chunks = _Chunks(self._chunks())
-        for name in self.files:
-            count = min(self._per_file, self._left)
-            self._left -= count
+        chunks, most = _Chunks(self._chunks()), max(1, FILE // self._row_bytes)
+        for number, begin in enumerate(range(0, self.count, most)):
+            count = min(most, self.count - begin)
             columns = {key: Column(c.dtype, (count, *c.shape[1:]), c.total, c.first, c.step)
                        for key, c in self._sorted.items()}  # fmt: skip
             first = next(iter(columns.values()))
             columns[NUMBERS] = Column("I32", (count,), first.total, first.first, first.step)
-            yield name, columns, _bytes(chunks, count, list(self._sorted))
+            yield f"{self._stem}.{number:04d}.safetensors", columns, _bytes(chunks, count, list(self._sorted))
 
 
 class _Chunks:

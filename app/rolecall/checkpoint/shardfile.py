@@ -1,7 +1,9 @@
-"""A shard's file: safetensors, written and read in blocks, hashed (XXH3-128) on the way.
+"""The files of shares: safetensors, written and read in blocks, hashed (XXH3-128) on the way, and linked into later
+checkpoints.
 
 The format (https://github.com/huggingface/safetensors) is eight bytes with the length of a JSON header, the header, and
-the tensors' bytes. It holds no code, and any tool that knows safetensors reads the file.
+the tensors' bytes. It holds no code, and any tool that knows safetensors reads the file. A file has all rows of a share
+in order, or, with a column `@rows`, the rows with these numbers. If a row is in several files, the last one counts.
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shutil
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +29,7 @@ import xxhash
 from torch import Tensor
 
 from rolecall.checkpoint.capture import BLOCK_BYTES, Rows
+from rolecall.errors import UsageError
 from rolecall.record import rundir
 
 ALIGNED = 4096  # bytes: of memory and of places in a file, for writing around the page cache
@@ -41,7 +48,11 @@ DTYPES = {
 MOST = 2**62  # of a size: torch takes no larger ones
 NUMBERS = "@rows"  # the column, int32, with the numbers of the rows in a file
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-Read = Callable[[int, int], Tensor]  # the bytes [length] uint8 from a place on
+Shapes = dict[str, tuple[int, ...]]  # of whole tensors, by name
+NO_COPY = (errno.ENOENT, errno.ENOSPC)  # errors of a link that a copy would meet too
+# asks for the bytes [length] uint8 from a place on; what it returns waits for them
+Read = Callable[[int, int], Callable[[], Tensor]]
+Write = Callable[[int, Tensor], None]  # the bytes [length] uint8 to a place
 
 
 class ShardError(Exception):
@@ -75,14 +86,6 @@ class Column:
     def bytes(self) -> int:
         """Bytes of the tensor."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
-
-    def overlaps(self, rows: Rows) -> bool:
-        """Whether some of `rows` may be in it."""
-        count = self.shape[0]
-        if not count or not len(rows) or (self.step == rows.step and (self.first - rows.first) % rows.step):
-            return False
-        last, last_here = self.first + self.step * (count - 1), rows.first + rows.step * (len(rows) - 1)
-        return self.first <= last_here and rows.first <= last
 
 
 @dataclass(frozen=True)
@@ -154,84 +157,96 @@ def header(columns: Mapping[str, Column]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class Writer:
-    """Writes a file in one go, a block at a time in a thread of its own, around the page cache if the file system
-    allows that: gigabytes of a checkpoint would displace what the training needs. Raises OSError.
+def write(name: str, columns: Mapping[str, Column], blocks: Iterable[Tensor], put: Write) -> ShardFile:
+    """Writes the `columns`, whose bytes are `blocks`, as the file `name` by `put`, one block ahead of it."""
+    digest, length = xxhash.xxh3_128(), 0
+    head = torch.frombuffer(bytearray(header(columns)), dtype=torch.uint8)
+    with ThreadPoolExecutor(1) as thread:
+        writing: Future[None] | None = None
+        for block in _filled(chain([head], blocks)):
+            digest.update(_view(block))
+            if writing is not None:
+                writing.result()
+            writing = thread.submit(put, length, block)
+            length += len(block)
+        if writing is not None:
+            writing.result()
+    return ShardFile(name, length, digest.hexdigest(), dict(columns))
+
+
+def _filled(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The bytes of `blocks` in aligned ones of BLOCK_BYTES, each valid until the second one after it is asked for."""
+    buffers, filled = [_aligned(BLOCK_BYTES), _aligned(BLOCK_BYTES)], 0
+    for block in blocks:
+        left = block
+        while len(left):
+            count = min(len(left), BLOCK_BYTES - filled)
+            buffers[0][filled : filled + count] = left[:count]
+            filled, left = filled + count, left[count:]
+            if filled == BLOCK_BYTES:
+                yield buffers[0]
+                buffers.reverse()
+                filled = 0
+    if filled:
+        yield buffers[0][:filled]
+
+
+def write_piece(path: Path, place: int, data: Tensor) -> None:
+    """Writes `data` [bytes] uint8 at `place` of the file at `path`, which begins anew at 0: around the page cache if
+    the file system allows that, because gigabytes of a checkpoint would displace what the training needs. Raises
+    ShardError.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.length = path, 0
-        self.hashed, self._digest = True, xxhash.xxh3_128()
-        self._thread = ThreadPoolExecutor(1)
-        self._written: Future[None] | None = None
-        self._buffers = [_aligned(BLOCK_BYTES), _aligned(BLOCK_BYTES)]
-        self._filled = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    if data.data_ptr() % ALIGNED:  # came from another rank
+        data = _aligned(len(data)).copy_(data)
+    with _writing(path):  # piece by piece: a whole file takes as long as the training that it waits for
+        if not place:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # another checkpoint may have the file that has this name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         try:
-            self._file = os.open(path, flags | os.O_DIRECT, 0o644)
+            file = os.open(path, flags | os.O_DIRECT, 0o644)
         except OSError:  # such as on tmpfs
-            self._file = os.open(path, flags, 0o644)
-
-    def write(self, data: Tensor) -> None:
-        """Adds `data` [bytes] uint8."""
-        while len(data):
-            count = min(len(data), BLOCK_BYTES - self._filled)
-            self._buffers[0][self._filled : self._filled + count] = data[:count]
-            self._filled, data = self._filled + count, data[count:]
-            if self._filled == BLOCK_BYTES:
-                self._flush()
-
-    def _flush(self) -> None:
-        buffer = _view(self._buffers[0])[: self._filled]
-        if self.hashed:  # a benchmark writes without
-            self._digest.update(buffer)
-        self._join()
-        self._written = self._thread.submit(self._put, buffer, self.length)
-        self.length += self._filled
-        self._filled = 0
-        self._buffers.reverse()
-
-    def _join(self) -> None:
-        if self._written is not None:
-            self._written.result()
-
-    def _put(self, buffer: memoryview, place: int) -> None:
-        with rundir.using(self.path):  # block by block: a whole file takes as long as the training that it waits for
-            self._put_all(buffer, place)
-
-    def _put_all(self, buffer: memoryview, place: int) -> None:
-        whole = len(buffer) // ALIGNED * ALIGNED
+            file = os.open(path, flags, 0o644)
         try:
-            while place % ALIGNED == 0 and whole:
-                count = os.pwrite(self._file, buffer[:whole], place)
-                buffer, place, whole = buffer[count:], place + count, whole - count
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that cannot do it after all
-                raise
-        if len(buffer):  # the rest of the last page, or what is left after a short write
-            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
-            while len(buffer):
-                count = os.pwrite(self._file, buffer, place)
-                buffer, place = buffer[count:], place + count
-
-    def close(self) -> str:
-        """Has everything on disk, and returns its checksum."""
-        try:
-            self._flush()
-            self._join()
-            with rundir.using(self.path):
-                os.fsync(self._file)
+            _write_all(file, _view(data), place)
         finally:
-            self.abort()
-        return self._digest.hexdigest()
+            os.close(file)
 
-    def abort(self) -> None:
-        """Closes the file, as far as it has come; once."""
-        self._thread.shutdown()
-        file, self._file = self._file, -1
-        if file >= 0:
-            with contextlib.suppress(OSError):
-                os.close(file)
+
+def _write_all(file: int, buffer: memoryview, place: int) -> None:
+    whole = len(buffer) // ALIGNED * ALIGNED
+    try:
+        while place % ALIGNED == 0 and whole:
+            count = os.pwrite(file, buffer[:whole], place)
+            buffer, place, whole = buffer[count:], place + count, whole - count
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot do it after all
+            raise
+    if len(buffer):  # the rest of the last page, or what is left after a short write
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+        while len(buffer):
+            count = os.pwrite(file, buffer, place)
+            buffer, place = buffer[count:], place + count
+
+
+def sync(directory: Path, names: Iterable[str]) -> None:
+    """Has the files `names` in `directory`, and all names there, on disk. Raises ShardError."""
+    for name in names:
+        with _writing(directory / name), (directory / name).open("rb") as file:
+            os.fsync(file.fileno())
+    for folder in (directory, directory.parent):
+        with _writing(folder):
+            rundir.sync_directory(folder)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """The block is at the file or folder `path`. Raises ShardError for an OSError."""
+    try:
+        with rundir.using(path):
+            yield
+    except OSError as error:
+        raise ShardError(f"{path.name} cannot be written to {path.parent}: {error.strerror}") from error
 
 
 def _view(data: Tensor) -> memoryview:
@@ -245,84 +260,188 @@ def _aligned(size: int) -> Tensor:
     return memory[begin : begin + size]
 
 
-def write(directory: Path, name: str, columns: Mapping[str, Column], blocks: Iterable[Tensor]) -> ShardFile:
-    """Writes the `columns`, whose bytes are `blocks`, to the file `name` in `directory`, which is made if it is not
-    there. Raises ShardError.
+def blocks(file: ShardFile, read: Read) -> Iterator[tuple[str, int, Tensor]]:
+    """The rows in `file`, some at a time, asked for one block ahead: the column's name, the first one's number in the
+    file, and the values [rows, ...]. Raises ShardError, at the latest after the last ones, if it is not the file that
+    was written.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / name).unlink(missing_ok=True)  # another checkpoint may have the file that has this name
-        writer = Writer(directory / name)
-        try:
-            writer.write(torch.frombuffer(bytearray(header(columns)), dtype=torch.uint8))
-            for block in blocks:
-                writer.write(block)
-            checksum = writer.close()
-        finally:
-            writer.abort()
-        _sync(directory)
-    except OSError as error:
-        raise ShardError(f"{name} cannot be written to {directory}: {error.strerror}") from error
-    return ShardFile(name, writer.length, checksum, dict(columns))
-
-
-def sync(directory: Path) -> None:
-    """Has the names in `directory`, which was made, on disk. Raises ShardError."""
-    try:
-        _sync(directory)
-    except OSError as error:
-        raise ShardError(f"{directory} cannot be written: {error.strerror}") from error
-
-
-def _sync(directory: Path) -> None:
-    for folder in (directory, directory.parent):
-        with rundir.using(folder):
-            rundir.sync_directory(folder)
-
-
-def blocks(file: ShardFile, read: Read, size: int = BLOCK_BYTES) -> Iterator[tuple[str, int, Tensor]]:
-    """The rows in `file`, some at a time: the column's name, the first one's number in the file, and the values
-    [rows, ...]. Raises ShardError, at the latest after the last ones, if it is not the file that was written.
-    """
-    digest = xxhash.xxh3_128()
-
-    def take(place: int, length: int) -> Tensor:
-        data = read(place, length)
+    digest, pieces = xxhash.xxh3_128(), _pieces(file)
+    ahead = deque((piece, read(*piece[2:])) for piece in islice(pieces, 2))
+    while ahead:
+        (name, begin, place, length), wait = ahead.popleft()
+        data = wait()
         if len(data) != length:
             raise ShardError(f"{file.name} is torn: {place + len(data)} bytes of {file.length}")
         digest.update(_view(data))
-        return data
-
-    place = file.length - sum(column.bytes for column in file.columns.values())
-    if bytes(take(0, max(0, place)).numpy()) != header(file.columns):
-        raise ShardError(f"{file.name} is corrupt: its header is another")
-    for name, column in file.columns.items():
-        if not column.bytes:
-            continue
-        row_bytes = column.bytes // column.shape[0]
-        step = max(1, size // row_bytes)
-        for begin in range(0, column.shape[0], step):
-            count = min(step, column.shape[0] - begin)
-            values = take(place, count * row_bytes).view(DTYPES[column.dtype]).view(count, *column.shape[1:])
-            place += count * row_bytes
-            yield name, begin, values
+        ahead.extend((piece, read(*piece[2:])) for piece in islice(pieces, 1))
+        if name:
+            column = file.columns[name]
+            yield name, begin, data.view(DTYPES[column.dtype]).view(-1, *column.shape[1:])
+        elif bytes(data.numpy()) != header(file.columns):
+            raise ShardError(f"{file.name} is corrupt: its header is another")
     if digest.hexdigest() != file.checksum:
         raise ShardError(f"{file.name} is corrupt: its checksum does not match")
 
 
+def _pieces(file: ShardFile) -> Iterator[tuple[str, int, int, int]]:
+    """The parts of `file`: the column's name, empty for the header, the first row, the place, and the bytes."""
+    place = file.length - sum(column.bytes for column in file.columns.values())
+    yield "", 0, 0, max(0, place)
+    for name, column in file.columns.items():
+        row_bytes = column.bytes // max(1, column.shape[0])
+        step = max(1, BLOCK_BYTES // max(1, row_bytes))
+        for begin in range(0, column.shape[0] if row_bytes else 0, step):
+            length = min(step, column.shape[0] - begin) * row_bytes
+            yield name, begin, place, length
+            place += length
+
+
+def read_piece(path: Path, place: int, length: int) -> Tensor:
+    """The bytes [length] uint8 from `place` on of the file at `path`, fewer at its end. Raises ShardError."""
+    data = torch.empty(length, dtype=torch.uint8)
+    view, got = _view(data), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(place)
+            while got < length and (count := file.readinto(view[got:])):
+                got += count
+    except OSError as error:
+        raise ShardError(f"{path.name} cannot be read: {error.strerror}") from error
+    return data[:got]
+
+
 def reader(path: Path) -> Read:
-    """Reads from the file at `path`. Raises ShardError if that is impossible."""
+    """Reads the file at `path`, as `read_piece` does."""
+    return lambda place, length: partial(read_piece, path, place, length)
 
-    def read(place: int, length: int) -> Tensor:
-        data = torch.empty(length, dtype=torch.uint8)
-        view, got = _view(data), 0
+
+# ---- the files of a share
+
+
+def shapes(files: Iterable[ShardFile]) -> Shapes:
+    """The shapes of the tensors whose rows are in `files`."""
+    return {name: (c.total, *c.shape[1:]) for file in files for name, c in file.columns.items() if name != NUMBERS}
+
+
+def same_shapes(rows: Callable[[], Mapping[str, Rows]], expected: Shapes) -> Mapping[str, Rows]:
+    """The job's `rows`. Raises UsageError if they are not of tensors of the `expected` shapes."""
+    targets = rows()
+    actual = {name: (each.total, *each.shape[1:]) for name, each in targets.items()}
+    if actual != expected:
+        raise UsageError(
+            f"the checkpoint holds tensors {expected}, this program {actual}; restore what the job was "
+            "trained with, or set another CHECKPOINT_DIR"
+        )
+    return targets
+
+
+def overlaps(file: ShardFile, targets: Mapping[str, Rows]) -> bool:
+    """Whether `file` may have some of the rows `targets`. Raises KeyError for a tensor that `targets` lack."""
+    for name, column in file.columns.items():
+        if name == NUMBERS:
+            continue
+        first, step, target = column.first, column.step, targets[name]
+        # the rows' numbers are not read yet
+        count = len(range(first, column.total, step)) if NUMBERS in file.columns else column.shape[0]
+        apart = step == target.step and (first - target.first) % step
+        if count and len(target) and not apart:
+            last, last_here = first + step * (count - 1), target.first + target.step * (len(target) - 1)
+            if first <= last_here and target.first <= last:
+                return True
+    return False
+
+
+def fill(file: ShardFile, read: Read, targets: Mapping[str, Rows]) -> None:
+    """Sets the rows `targets` that are in `file`. Raises ShardError if the file is damaged; the rows' values are then
+    undefined.
+    """
+    numbers = _numbers(file, read)
+    for name, begin, values in blocks(file, read):
+        if name == NUMBERS:
+            continue
+        column = file.columns[name]
+        if numbers is None:
+            targets[name].put(values, begin, column.first, column.step)
+        else:
+            targets[name].put_numbered(values, numbers[begin : begin + len(values)], column.first, column.step)
+
+
+def _numbers(file: ShardFile, read: Read) -> Tensor | None:
+    """The column `@rows`, ahead of the values, which come first in the file."""
+    if NUMBERS not in file.columns:
+        return None
+    place = file.length - sum(column.bytes for column in file.columns.values())
+    for name, column in file.columns.items():
+        if name == NUMBERS:
+            break
+        place += column.bytes
+    data = read(place, column.bytes)()
+    if len(data) != column.bytes:
+        raise ShardError(f"{file.name} is torn: {place + len(data)} bytes of {file.length}")
+    return data.view(torch.int32)
+
+
+def whole(directory: Path, files: Sequence[ShardFile]) -> dict[str, Tensor]:
+    """The tensors whose shards are `files` in `directory`. Raises ShardError."""
+    rows, present = dict[str, Rows](), Counter[str]()
+    for file in files:
+        size = _size(directory / file.name)
+        if size != file.length:  # before memory is allocated
+            raise ShardError(f"{file.name} is torn: {size} bytes of {file.length}")
+        present.update({name: column.shape[0] for name, column in file.columns.items()})
+    for file in files:
+        for name, column in file.columns.items():
+            if name not in rows and name != NUMBERS:
+                if present[name] < column.total:
+                    raise ShardError(f"{name}: {column.total - present[name]} of {column.total} rows are in no file")
+                shape = (column.total, *column.shape[1:])
+                try:
+                    rows[name] = Rows((torch.zeros(shape, dtype=DTYPES[column.dtype]),), column.total)
+                except RuntimeError as error:  # torch's MemoryError
+                    raise ShardError(f"{name} of shape {shape} does not fit into memory") from error
+        fill(file, reader(directory / file.name), rows)
+    return {name: each.tensors[0] for name, each in rows.items()}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ShardError(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def is_held(directory: Path, file: ShardFile) -> bool:
+    """Whether `directory` has `file` with its full length."""
+    with contextlib.suppress(ShardError):
+        return _size(directory / file.name) == file.length
+    return False
+
+
+def share(source: Path, target: Path) -> None:
+    """Links a file that no longer changes to `target`, or copies it if it cannot be linked. Raises ShardError."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and target.samefile(source):
+            return
+        target.unlink(missing_ok=True)
         try:
-            with path.open("rb", buffering=0) as file:
-                file.seek(place)
-                while got < length and (count := file.readinto(view[got:])):
-                    got += count
+            os.link(source, target)
         except OSError as error:
-            raise ShardError(f"{path.name} cannot be read: {error.strerror}") from error
-        return data[:got]
+            if error.errno in NO_COPY:
+                raise
+            _copy(source, target)
+    except OSError as error:
+        raise ShardError(
+            f"{source.name} of {source.parent.name} cannot be used again in {target.parent}: {error.strerror}"
+        ) from error
 
-    return read
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        shutil.copyfile(source, target)
+        with target.open("rb+") as file:
+            os.fsync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):  # the copy's own error says more
+            target.unlink(missing_ok=True)
+        raise

@@ -1,32 +1,74 @@
 """A rank's share of a sharded value: captures, writes and reads it.
 
-Rank 0 (sharded.py) calls the methods of `Shares`. They return the errors that rank 0 tells apart.
+A share's files lie in the folder of rank 0's checkpoint. A rank that sees this folder writes and reads them there, any
+other one through rank 0, by the same methods of `Shares`. Rank 0 (sharded.py) calls the others. They return the errors
+that their callers tell apart.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rolecall.checkpoint import shardfile, shardfiles
+from rolecall.checkpoint import shardfile
 from rolecall.checkpoint.capture import Capture, CaptureError, Rows
-from rolecall.checkpoint.shard_messages import Begin, Earlier, Item, Order, Problem, Written
-from rolecall.checkpoint.shardfile import Column, ShardError, ShardFile
-from rolecall.checkpoint.shardfiles import Shapes
+from rolecall.checkpoint.shardfile import Column, Shapes, ShardError, ShardFile
+from rolecall.config import Settings
 from rolecall.declare.remote import remote
-from rolecall.errors import UsageError
+from rolecall.errors import CallError, RemoteError, UsageError
 from rolecall.record import rundir
 
-Part = tuple[str, dict[str, Column], Iterable[Tensor]]  # a file: its name, its columns, their bytes
-POLL_SECONDS = 0.5  # that a call waits for the next item
+NewFile = tuple[str, dict[str, Column], Iterable[Tensor]]  # a file: its name, its columns, their bytes
+Ask = Callable[..., Callable[[], Any]]  # calls a method of `Shares`; what it returns waits for the answer
+Disk = Callable[..., Any]  # the answer of a method of `Shares` where a checkpoint's files are
+POLL_SECONDS = 0.5  # that a call waits for the files of a share
 SHARE_SECONDS = 600.0  # that a call waits for its share
+
+
+@dataclass(frozen=True)
+class Order:
+    """Requests a capture of the state after `step`, for the checkpoint `stem` of `generation`. `kept` are the existing
+    checkpoints; `drain`: the generation ends with this checkpoint.
+    """
+
+    step: int
+    stem: str
+    generation: int
+    kept: tuple[str, ...]
+    drain: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a request failed; `usage` marks a problem that a retry cannot solve."""
+
+    text: str
+    usage: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """A share's files in a checkpoint, and the seconds that updates waited."""
+
+    files: list[ShardFile]
+    stalled: float
+
+
+@dataclass
+class _Writing:
+    """The newest checkpoint of a share, and how many operations on the disk are done."""
+
+    stem: str
+    done: int = 0
+    answer: Future[Written | Problem] = field(default_factory=Future)
 
 
 class Share:
@@ -49,14 +91,13 @@ class Share:
         at: Callable[[int, Callable[[], None]], object] = lambda step, begin: begin(),
     ) -> None:
         self.context, self.name, self._rows, self._at = context, name, rows, at
-        self._prepare = prepare or (lambda shapes: shardfiles.same_shapes(rows, shapes))
+        self.settings: Settings = context.settings
+        self._prepare = prepare or (lambda shapes: shardfile.same_shapes(rows, shapes))
         self._capture: Capture | None = None
         self.changed = True  # since the last capture
         self._drained = False  # the last capture was a drain's: later changes are lost
-        self._items: queue.Queue[Item] = queue.Queue(1)  # of the newest order
-        self._stem = ""
-        self._targets: Mapping[str, Rows] = {}
-        self._lock = threading.Lock()
+        self._writing = _Writing("")
+        self._directory: Path = context.shares.directory
         self._restoring = threading.Lock()  # one call at a time sets rows
         # generation and join for which the share is ready; None before the first ones
         self._ready_for: tuple[int, int] | None = None
@@ -75,7 +116,7 @@ class Share:
         attachment = self._attachment()
         if self._ready_for not in (None, attachment):
             self._resets += 1  # what began before ends by itself
-            limit = self.context.settings.phase_timeout
+            limit = self.settings.phase_timeout
             if not self._restoring.acquire(timeout=limit):
                 raise TimeoutError(f"{self}: a read did not end within PHASE_TIMEOUT={limit:g} s; is its disk hanging?")
             self._give_up()
@@ -89,8 +130,7 @@ class Share:
         """Gives up the newest capture, and forgets earlier checkpoints."""
         if (capture := self._capture) is not None:
             capture.give_up("the generation has ended")
-        self._capture, self._stem, self._items = None, "", queue.Queue(1)
-        self._targets, self.changed, self._drained = {}, True, False
+        self._capture, self._writing, self.changed, self._drained = None, _Writing(""), True, False
 
     def _attachment(self) -> tuple[int, int]:
         return self.context.generation, self.context.me.join
@@ -103,7 +143,7 @@ class Share:
             self._ready_for = self._ready_for or attachment  # nothing of the first one is to be reset
             return self._ready_for == attachment
 
-        limit = self.context.settings.phase_timeout
+        limit = self.settings.phase_timeout
         with self._ready:
             if not self._ready.wait_for(is_ready, limit):
                 raise TimeoutError(
@@ -137,23 +177,12 @@ class Share:
 
     # ---- checkpoints
 
-    @property
-    def directory(self) -> Path:
-        """The folder of this rank's shards."""
-        path: Path = self.context.settings.checkpoint_dir / rundir.SHARDS
-        return path
-
     def begin(self, order: Order) -> None:
-        """Captures the rows, now or after the order's step, and sends or writes them in a thread."""
+        """Captures the rows, now or after the order's step, and writes them in a thread."""
         resets = self._await_ready()
-        self.look(order)
-        if resets != self._resets:
-            return
-        with self._lock:
-            if self._capture is not None:
-                self._capture.give_up("a newer checkpoint was begun")
-            self._stem, self._items = order.stem, queue.Queue(1)
-        items = self._items
+        if (capture := self._capture) is not None:
+            capture.give_up("a newer checkpoint was begun")
+        self._writing = writing = _Writing(order.stem)
 
         def start() -> None:
             if resets != self._resets:
@@ -161,161 +190,122 @@ class Share:
             self.changed = False  # before the capture, which may lack concurrent changes
             self._capture = capture = self.captured(order)
             self._drained = order.drain
-            threading.Thread(target=self._run, args=(order, capture, items), daemon=True).start()
+            threading.Thread(target=self._run, args=(order, capture, writing), daemon=True).start()
 
         self._at(order.step, start)
 
-    def look(self, order: Order) -> None:
-        """Does the disk work of a capture ahead: nothing may wait in `captured`."""
-
     def captured(self, order: Order) -> Capture:
         """A capture of the rows."""
-        return Capture(self._rows(), self.context.settings.rpc_timeout / 2)
+        return Capture(self._rows(), self.settings.rpc_timeout / 2)
 
-    def parts(self, capture: Capture) -> Iterator[Part]:
+    def parts(self, capture: Capture) -> Iterator[NewFile]:
         """The files to write. The bytes of a file are consumed before the next file is requested."""
         columns = {name: Column.of(rows) for name, rows in capture.names.items()}
         yield f"{self}.safetensors", columns, capture.read()
 
-    def earlier(self, order: Order, capture: Capture, direct: bool) -> Earlier | None:
-        """The files of an earlier checkpoint that this one shares; links them if this rank writes (`direct`). Raises
-        ShardError.
-        """
-        return None
-
-    def direct(self, order: Order) -> bool:
-        """Whether this rank writes its files."""
-        return order.mode == "direct" or (order.mode == "auto" and (self.directory / order.stem).is_dir())
-
-    def _run(self, order: Order, capture: Capture, items: queue.Queue[Item]) -> None:
-        files, folder = [], self.directory / order.stem
+    def _run(self, order: Order, capture: Capture, writing: _Writing) -> None:
+        answer: Written | Problem
         try:
-            if direct := self.direct(order):
-                if rundir.read_generation(self.directory.parent).number > order.generation:
-                    raise ShardError(f"generation {order.generation} is over: nothing written")
-                rundir.prune_shards(self.directory.parent, {*order.kept, order.stem}, order.dropped)
-            if earlier := self.earlier(order, capture, direct):
-                self._send(earlier, items)
-            for name, columns, blocks in self.parts(capture):
-                if direct:
-                    files.append(shardfile.write(folder, name, columns, blocks))
-                    continue
-                self._send(Begin(name, columns), items)
-                for block in blocks:
-                    # sent later: the capture may use its memory again
-                    self._send(block.clone() if block.untyped_storage().nbytes() > block.nbytes else block, items)
-            if direct and not files:
-                shardfile.sync(folder)
-            self._send(Written(files, capture.stalled), items)
-        except (ShardError, CaptureError, UsageError) as error:
-            capture.give_up(str(error))
-            self._send(Problem(f"{self}: {error}"), items)
-        except Exception as error:  # whatever it is, the training goes on
-            capture.give_up(repr(error))
-            self.context.logger.exception("shard not written", share=str(self))
-            self._send(Problem(f"{self}: {error!r}"), items)
-        finally:
-            if self._capture is capture:
-                self._capture = None
+            here = (self._directory / order.stem).is_dir()
+            if here and rundir.read_generation(self._directory.parent).number > order.generation:
+                raise ShardError(f"generation {order.generation} is over: nothing written")
+            ask = self._asker(order.stem, here)
 
-    def _send(self, item: Item, items: queue.Queue[Item]) -> None:
-        while self._items is items:  # until another checkpoint is begun
-            with contextlib.suppress(queue.Full):
-                items.put(item, timeout=POLL_SECONDS)
-                return
+            def disk(method: Callable[..., Any], *args: Any) -> Any:
+                writing.done += 1
+                return ask(method, *args)()
+
+            answer = Written(self._write(order, capture, disk), capture.stalled)
+        except Exception as error:  # whatever it is, the training goes on
+            known = isinstance(error, ShardError | CaptureError | UsageError | CallError)
+            if not known:
+                self.context.logger.exception("shard not written", share=str(self))
+            problem = str(error) if known else repr(error)
+            capture.give_up(problem)
+            answer = Problem(f"{self}: {problem}")
+        if self._capture is capture:
+            self._capture = None
+        writing.answer.set_result(answer)
+
+    def _asker(self, stem: str, here: bool) -> Ask:
+        """Calls methods of `Shares` for files of the checkpoint `stem`, here or at rank 0. Returns functions that wait
+        for the answers, and raise ShardError.
+        """
+        if here:
+            return lambda method, *args: partial(method, self.context.shares, stem, *args)
+        calls = self.context.internal_calls.options(timeout=self.settings.phase_timeout)
+
+        def wait(answer: Future[Any]) -> Any:
+            try:
+                return answer.result()
+            except RemoteError as error:
+                raise ShardError(str(error)) from error
+
+        return lambda method, *args: partial(wait, calls.call(self.context.rank0, method, stem, *args))
+
+    def _write(self, order: Order, capture: Capture, disk: Disk) -> list[ShardFile]:
+        """Writes the captured rows. Returns all files of the share in this checkpoint."""
+        files = []
+        for name, columns, blocks in self.parts(capture):
+            files.append(shardfile.write(name, columns, blocks, partial(disk, Shares.write_piece, name)))
+        disk(Shares.sync, [file.name for file in files])
+        return files
 
     def __str__(self) -> str:
         return f"{self.name}-{self.context.me.name}"
 
-    def next(self, stem: str) -> Item | None:
-        """What comes next of the checkpoint `stem`; None if it is not there yet."""
-        if stem != self._stem:
+    def written(self, stem: str) -> Written | Problem | int:
+        """The files in the checkpoint `stem`; if they are not all written yet, how many operations are done."""
+        writing = self._writing
+        if stem != writing.stem:
             return Problem(f"{self}: another checkpoint was begun")
-        try:
-            return self._items.get(timeout=POLL_SECONDS)
-        except queue.Empty:
-            return None
+        with contextlib.suppress(TimeoutError):
+            return writing.answer.result(POLL_SECONDS)
+        return writing.done
 
     # ---- back from a checkpoint
 
-    def load(self, stem: str, files: list[ShardFile], holders: dict[str, str]) -> Problem | None:
-        """Reads the rows here out of `files`, here or, by name, at one of `holders`."""
+    def load(self, stem: str, files: list[ShardFile]) -> Problem | None:
+        """Reads the rows here out of `files`."""
         resets = self._await_ready()
         try:
             with self._restoring:
-                self._load(stem, files, holders, resets)
+                self._load(stem, files, resets)
         except UsageError as error:
             return Problem(str(error), usage=True)
         except ShardError as error:
             return Problem(f"{stem}: {error}")
         return None
 
-    def _load(self, stem: str, files: list[ShardFile], holders: dict[str, str], resets: int) -> None:
+    def _load(self, stem: str, files: list[ShardFile], resets: int) -> None:
         """See `load`. Raises ShardError, UsageError."""
-        targets = self._prepare(shardfiles.shapes(files))
+        targets = self._prepare(shardfile.shapes(files))
         for file in files:
-            if not shardfiles.overlaps(file, targets):
+            if not shardfile.overlaps(file, targets):
                 continue
-            read = shardfile.reader(self.directory / stem / file.name)
-            if file.name not in shardfiles.held(self.directory, stem, [file]):
-                read = self._remote(stem, file, holders[file.name])
+            ask = self._asker(stem, shardfile.is_held(self._directory / stem, file))
 
-            def read_on(place: int, length: int, read: shardfile.Read = read) -> Tensor:
+            def wait(answer: Callable[[], Tensor]) -> Tensor:
                 if resets != self._resets:
                     raise ShardError("the generation has ended")
-                return read(place, length)
+                return answer()
 
-            shardfiles.fill(file, read_on, targets)
+            def read(place: int, length: int, name: str = file.name, ask: Ask = ask) -> Callable[[], Tensor]:
+                return partial(wait, ask(Shares.read_piece, name, place, length))
 
-    def _remote(self, stem: str, file: ShardFile, holder: str) -> shardfile.Read:
-        """Reads a file at the rank `holder`, one block ahead."""
-        ahead: dict[tuple[int, int], Future[Tensor | Problem]] = {}
-
-        def ask(place: int, length: int) -> Future[Tensor | Problem]:
-            piece = (place, length)
-            call: Future[Tensor | Problem] = self.context.internal_calls.call(
-                holder, Shares.read_piece, stem, file.name, *piece
-            )
-            return call
-
-        def read(place: int, length: int) -> Tensor:
-            future = ahead.pop((place, length), None) or ask(place, length)
-            following = (place + length, min(length, file.length - place - length))
-            if following[1] > 0:
-                ahead[following] = ask(*following)
-            piece = future.result()
-            if isinstance(piece, Problem):
-                raise ShardError(piece.text)
-            return piece
-
-        return read
-
-    def prepare(self, shapes: Shapes) -> dict[str, tuple[int, int, int]] | Problem:
-        """Makes room for whole tensors of these shapes. Answers which rows are here: first, step, count."""
-        self._await_ready()
-        try:
-            with self._restoring:
-                self._targets = self._prepare(shapes)
-        except UsageError as error:
-            return Problem(str(error), usage=True)
-        return {name: (rows.first, rows.step, len(rows)) for name, rows in self._targets.items()}
-
-    def put(self, name: str, begin: int, values: Tensor) -> None:
-        """Sets the rows here from `begin` on."""
-        with self._restoring:
-            rows = self._targets[name]
-            rows.put(values, begin, rows.first, rows.step)
+            shardfile.fill(file, read, targets)
 
 
 # ---- the shares of this process
 
 
 class Shares:
-    """A worker's shares, by name, as its peers call them. A call may arrive before the job has made its share."""
+    """A worker's shares, by name, and the files of checkpoints in `directory`, as its peers call them. A call may
+    arrive before the job has made its share.
+    """
 
-    directory = Path()  # with this rank's shards
-
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self._futures: dict[str, Future[Share]] = {}
         self._lock = threading.Lock()
 
@@ -325,7 +315,6 @@ class Shares:
 
     def add(self, share: Share) -> None:
         """Makes `share` known, in place of an earlier one."""
-        self.directory = share.directory
         if self._future(share.name).done():
             del self._futures[share.name]
         self._future(share.name).set_result(share)
@@ -345,36 +334,40 @@ class Shares:
         return self._get(name).changed
 
     @remote
-    def next_item(self, name: str, stem: str) -> Item | None:
-        """What comes next of the share in the checkpoint `stem`."""
-        return self._get(name).next(stem)
+    def written(self, name: str, stem: str) -> Written | Problem | int:
+        """The share's files in the checkpoint `stem` once they are on disk; until then, a number that grows."""
+        return self._get(name).written(stem)
 
     @remote
-    def holds(self, name: str, stem: str, files: list[ShardFile]) -> list[str]:
-        """The names of those of `files` that are in this rank's CHECKPOINT_DIR."""
-        return shardfiles.held(self._get(name).directory, stem, files)
-
-    @remote
-    def read_piece(self, stem: str, file: str, place: int, length: int) -> Tensor | Problem:
-        """Bytes of a file in this rank's CHECKPOINT_DIR."""
-        if "/" in stem or "/" in file:
-            return Problem(f"{stem}/{file} is no shard")
-        try:
-            return shardfile.reader(self.directory / stem / file)(place, length)
-        except ShardError as error:
-            return Problem(str(error))
-
-    @remote
-    def load(self, name: str, stem: str, files: list[ShardFile], holders: dict[str, str]) -> Problem | None:
+    def load(self, name: str, stem: str, files: list[ShardFile]) -> Problem | None:
         """Reads the share out of the files of a checkpoint."""
-        return self._get(name).load(stem, files, holders)
+        return self._get(name).load(stem, files)
+
+    # ---- files: these raise ShardError
+
+    def _folder(self, stem: str) -> Path:
+        if not rundir.NAME.fullmatch(f"{stem}.pt"):
+            raise ShardError(f"{stem} is no checkpoint's name")
+        return self.directory / stem
 
     @remote
-    def prepare(self, name: str, shapes: Shapes) -> dict[str, tuple[int, int, int]] | Problem:
-        """Makes room for whole tensors."""
-        return self._get(name).prepare(shapes)
+    def read_piece(self, stem: str, file: str, place: int, length: int) -> Tensor:
+        """Bytes of a file of the checkpoint `stem`."""
+        return shardfile.read_piece(self._folder(stem) / Path(file).name, place, length)
 
     @remote
-    def put(self, name: str, column: str, begin: int, values: Tensor) -> None:
-        """Sets rows of the share."""
-        self._get(name).put(column, begin, values)
+    def write_piece(self, stem: str, file: str, place: int, data: Tensor) -> None:
+        """Writes bytes of a file of the checkpoint `stem`, which begins anew at place 0."""
+        shardfile.write_piece(self._folder(stem) / Path(file).name, place, data)
+
+    @remote
+    def sync(self, stem: str, files: list[str]) -> None:
+        """Has the `files` of the checkpoint `stem`, and all names in its folder, on disk."""
+        shardfile.sync(self._folder(stem), [Path(file).name for file in files])
+
+    @remote
+    def link(self, stem: str, earlier: str, files: list[str]) -> None:
+        """Makes `files` of the checkpoint `earlier` a part of the checkpoint `stem`, too."""
+        for file in files:
+            name = Path(file).name
+            shardfile.share(self._folder(earlier) / name, self._folder(stem) / name)

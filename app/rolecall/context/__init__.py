@@ -1,7 +1,7 @@
 """What a role's function is given.
 
 calls.py         Calls of peers' methods: to one, to all of a role, to the least loaded of a role
-context.py       What a role's function is given: one object that delegates to the parts of a rank's generation
+context.py       What a role's function is given: calls, training, and the rest of a rank's generation
 eager.py         Optimizers and DistributedDataParallel without torch's compiler
 group.py         A rank's group: who it is, who its peers are, and calls to them
 meeting.py       The workers of a generation meet: each connects to rank 0's, and learns where the others are
@@ -10,7 +10,7 @@ progress.py      How far training has come: metrics, the run's history, log line
 progress_bar.py  Progress of long work: a bar of rich on a terminal, elsewhere a log line every LOG_SECONDS
 queues.py        Bounded queues between ranks
 services.py      What each worker does for its peers, whatever its role
-training.py      Rank 0's steps and checkpoints: where training resumes, when a checkpoint is due
+training.py      What a context does for training: where it resumes, its steps and log, its checkpoints, its end
 transport.py     What carries a group's calls: the wire, with each call counted, timed, watched and traced
 watchdog.py      Detects a worker that is stuck: in a phase, in a step, or before its training starts
 weights.py       Weights that one member publishes and others subscribe to, as a job sees them

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import concurrent.futures
-import queue
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
-from rolecall.context.group import Group
+from rolecall.context.group import Answers, Group
 from rolecall.declare import registry
 from rolecall.declare.remote import Remote, require_remote
 from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.record.recorder import recorder
 from rolecall.wire.future import Future, Stream
-from rolecall.wire.late import EXAMINE_SECONDS
-from rolecall.wire.messages import Request
+from rolecall.wire.messages import EXAMINE_SECONDS, Request
 from rolecall.wire.session import Session
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Later = Coroutine[Any, Any, T] | concurrent.futures.Future[T]  # what a method may return in place of its answer
 Lost = Literal["skip", "raise", "answer"]
-Answers = queue.SimpleQueue[tuple[str, Any]]
 NOT_SERVED = "has turn=True, which rank 0 never serves: the job is over once its `run` has returned"
 
 
@@ -73,16 +71,7 @@ class Calls:
     def call(
         self,
         to: Peer | str,
-        method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Future[T]: ...
-    @overload
-    def call(
-        self,
-        to: Peer | str,
-        method: Callable[Concatenate[Any, P], concurrent.futures.Future[T]],
+        method: Callable[Concatenate[Any, P], Later[T]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
@@ -124,7 +113,7 @@ class Calls:
     @overload
     def call_each(
         self,
-        method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T] | concurrent.futures.Future[T]],
+        method: Callable[Concatenate[Any, P], Later[T]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
@@ -191,7 +180,7 @@ class Calls:
     @overload
     def call_all(
         self,
-        method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T] | concurrent.futures.Future[T]],
+        method: Callable[Concatenate[Any, P], Later[T]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
@@ -254,7 +243,7 @@ class Calls:
     @overload
     def call_any(
         self,
-        method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T] | concurrent.futures.Future[T]],
+        method: Callable[Concatenate[Any, P], Later[T]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
@@ -308,22 +297,15 @@ class Calls:
     def _role_of(self, method: Callable[..., Any]) -> str:
         """The role whose class has `method`. Raises UsageError if none has, or several do and no option says which."""
         job = self._group.job
+        names = [role.name for role in job.roles] if job else []
         if self._role or job is None:
-            if job is not None and self._role not in {role.name for role in job.roles}:
-                raise UsageError(job.no_role(self._role))
+            if job is not None and self._role not in names:
+                raise UsageError(f"no role {self._role!r} in this job ({', '.join(names)})")
             return self._role
         having = [role.name for role in job.roles if registry.has_method(role, method)]
         if len(having) == 1:
             return having[0]
         name = method.__qualname__
         if not having:
-            raise UsageError(f"{name} is a method of no role's class ({', '.join(role.name for role in job.roles)})")
+            raise UsageError(f"{name} is a method of no role's class ({', '.join(names)})")
         raise UsageError(f"{name} is a method of several roles ({', '.join(having)}); say options(role=...)")
-
-
-def wait_all(calls: Sequence[concurrent.futures.Future[T]]) -> list[T]:
-    """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
-    with recorder.span("wait"):
-        for call in concurrent.futures.as_completed(calls):  # each ends at its own deadline
-            call.result()
-    return [call.result() for call in calls]

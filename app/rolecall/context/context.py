@@ -1,4 +1,4 @@
-"""What a role's function is given: one object that delegates to the parts of a rank's generation."""
+"""What a role's function is given: calls, training, and the rest of a rank's generation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rolecall import telemetry
-from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
-from rolecall.checkpoint.saving import Saver, State
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.checkpoint.saving import Saver
 from rolecall.checkpoint.shards import Shares
 from rolecall.config import Settings
-from rolecall.context.calls import Calls, wait_all
+from rolecall.context.calls import Calls
 from rolecall.context.group import Group
-from rolecall.context.progress import Progress, StepLogged, Supervision, TrainingStarted
+from rolecall.context.progress import Progress, Supervision
 from rolecall.context.queues import Queue
 from rolecall.context.services import Services
 from rolecall.context.training import Training
@@ -25,9 +25,9 @@ from rolecall.context.watchdog import Phase, Watchdog
 from rolecall.context.weights import Publisher, Weights
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Attachment, Peer
-from rolecall.errors import PeerLostError, UsageError
+from rolecall.errors import UsageError
 from rolecall.record import rundir
-from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
+from rolecall.record.recorder import NOOP, NoopSpan, Span, plain, recorder
 from rolecall.wire.dispatch import Dispatcher
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
 
 
-class Context(Calls, Generic[S]):
+class Context(Calls, Training, Generic[S]):
     """A rank's view of its generation: of the newest that its worker has become a part of. Before the first one, what
     needs a generation waits: peers, calls, queues, rank and generation.
 
@@ -45,8 +45,8 @@ class Context(Calls, Generic[S]):
     whether their function has returned or not. What a function raises is a failure, except for the loss of a peer and
     bad input (UsageError).
 
-    The parts: `group` (identity, peers, calls), `training` (steps, checkpoints), `progress` (metrics, history, log
-    lines) and `watchdog` (phases, stuck steps).
+    The parts: `group` (identity and peers), `progress` (metrics, history, log lines) and `watchdog` (phases, stuck
+    steps).
     """
 
     def __init__(
@@ -63,34 +63,33 @@ class Context(Calls, Generic[S]):
         watchdog: Watchdog | None = None,
     ) -> None:
         """Without an `attachment`, of the member at `place`, whose `seed` depends on SEED and `seeds`."""
-        self.settings, self.metrics, self.job = settings, metrics, job
-        self.supervision = supervision or Supervision()
-        self.logger = telemetry.log()
-        self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.distributed.Torch`; `connect` sets it
-        self._seeds = (attachment.me.rank, attachment.generation) if attachment else tuple(seeds)
-        self._role_object: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self.watchdog = watchdog or Watchdog(
+        supervision = supervision or Supervision()
+        watchdog = watchdog or Watchdog(
             settings.phase_timeout, settings.stuck_seconds, limit_loading=attachment is None or attachment.me.rank == 0
         )
-        self.group = Group(
+        group = Group(
             settings,
             attachment,
             place,
             job=job,
             metrics=metrics,
-            supervision=self.supervision,
-            watchdog=self.watchdog,
+            supervision=supervision,
+            watchdog=watchdog,
         )
-        super().__init__(self.group)  # calls without options
-        self.internal_calls = Calls(self.group, internal=True)
-        self.shares = Shares()
-        self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)
-        self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
-        self.services = Services(self.group, self.progress, lambda: int(self.torch.start_store()))
-        self.dispatcher = Dispatcher(self.me.name, self.services)
-        self.dispatcher.offer(self.shares)
-        self.weights = Publisher(self.group, metrics)
-        self.dispatcher.offer(self.weights.service)
+        Calls.__init__(self, group)  # without options
+        progress = Progress(settings, metrics, supervision, watchdog, job)
+        Training.__init__(self, group, progress, Saver(checkpoints, metrics) if checkpoints else None)
+        self.settings: S = settings
+        self.metrics = metrics
+        self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.distributed.Torch`; `connect` sets it
+        self._seeds = (attachment.me.rank, attachment.generation) if attachment else tuple(seeds)
+        self.role_object: concurrent.futures.Future[Any] = concurrent.futures.Future()  # once it is made
+        self.internal_calls = Calls(group, internal=True)
+        self.shares = Shares(settings.checkpoint_dir / rundir.SHARDS)
+        self.services = Services(group, progress, lambda: int(self.torch.start_store()))
+        self.weights = Publisher(group, metrics)
+        offered = self.services, group.queues, self.shares, self.weights.holdings, self.weights.registry
+        self.dispatcher = Dispatcher(self.me.name, *offered)
 
     # ---- identity and peers
 
@@ -130,29 +129,19 @@ class Context(Calls, Generic[S]):
         return self.group.lost
 
     @property
-    def mapped(self) -> set[str]:
-        """The names of the peers that CUDA tensors can be sent to."""
-        return self.group.mapped
-
-    @property
     def rank0(self) -> Peer:
         """The member of rank 0."""
         return self.members[0]
 
-    @property
-    def transport(self) -> Any:
-        """What carries the calls; None before it is connected."""
-        return self.group.transport
-
-    @transport.setter
-    def transport(self, transport: Any) -> None:
-        self.group.use(transport)
-
     # ---- calls
 
-    def wait_all(self, calls: Sequence[concurrent.futures.Future[T]]) -> list[T]:
+    @staticmethod
+    def wait_all(calls: Sequence[concurrent.futures.Future[T]]) -> list[T]:
         """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
-        return wait_all(calls)
+        with recorder.span("wait"):
+            for call in concurrent.futures.as_completed(calls):  # each ends at its own deadline
+                call.result()
+        return [call.result() for call in calls]
 
     def queue(self, name: str, maxsize: int, at: Peer | None = None) -> Queue[Any]:
         """The queue `name` of at most `maxsize` items, which the member `at` owns; without it, rank 0 does. Every rank
@@ -177,8 +166,9 @@ class Context(Calls, Generic[S]):
         """Publishes `tensors`, such as `model.state_dict()`, as the newest version of the weights `name`; returns its
         number, by default one more than the last. They are copied before it returns, and sent in the background. The
         newest publication wins, whatever its number: after a restart from a checkpoint, numbers may begin anew. With
-        `dtype`, torch.bfloat16 or torch.int8 (of matrices, with a scale for each row), floating tensors travel as that
-        type. One member publishes a name. Raises UsageError for what is no strided tensor, and for another `dtype`.
+        `dtype`, torch.bfloat16 or torch.int8 (of matrices, with a scale for 256 elements), floating tensors travel as
+        that type. One member publishes a name. Raises UsageError for what is no strided tensor, and for another
+        `dtype`.
         """
         return self.weights.publish(name, tensors, version, dtype)
 
@@ -209,29 +199,21 @@ class Context(Calls, Generic[S]):
     def serve(self, target: object) -> None:
         """Peers call the methods of `target`, this role's object, from now on. The worker calls it, with what it has
         made of the role's class."""
-        if not self._role_object.done():
-            self._role_object.set_result(target)
+        if not self.role_object.done():
+            self.role_object.set_result(target)
         if not self.group.is_rank0:
             self.watchdog.ready()
         self.dispatcher.serve(target)
 
-    def role_object(self) -> Any:
-        """This role's object. Raises PeerLostError if it is not made within PHASE_TIMEOUT."""
-        limit = self.settings.phase_timeout
-        try:
-            return self._role_object.result(limit)
-        except TimeoutError:
-            raise PeerLostError(f"{self.me.name} was not ready within PHASE_TIMEOUT={limit:g} s") from None
-
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Calls `listener(name)`, from another thread, for every peer that is lost from now on: in this generation, and
         in those that the worker becomes a part of later."""
-        self.group.on_lost(listener)
+        self.group.on_lost.append(listener)
 
     def on_joined(self, listener: Callable[[str], None]) -> None:
         """Calls `listener(name)`, from another thread, for every peer that joins from now on, or joins again after it
         was lost, while the generation runs."""
-        self.group.on_joined(listener)
+        self.group.on_joined.append(listener)
 
     def give_up(self, peer: Peer | str, stuck: str = "") -> None:
         """Removes `peer`, which rank 0 found dead, silent or `stuck`, as that text says, and has the gang replace its
@@ -241,7 +223,18 @@ class Context(Calls, Generic[S]):
     def replace(self, peer: Peer | str) -> None:
         """Removes `peer`, and has the gang end its worker and start another one, which joins. Only rank 0 may call it,
         for a member of an elastic role; otherwise it raises UsageError."""
-        self.group.replace(peer)
+        member = self.group.member(peer)
+        if not self.group.is_rank0:
+            raise UsageError(
+                f"replace({member.name!r}): only rank 0 has members replaced; call a method of rank 0 for it"
+            )
+        if not self.group.is_elastic(member.role):
+            why = "this is rank 0" if member == self.me else f"the role {member.role} is fixed"
+            raise UsageError(
+                f"replace({member.name!r}): {why}; only a member of an elastic role can be replaced (Role(minimum=...))"
+            )
+        if self.group.lose(member):
+            self.supervision.report_lost(member, replace=True)
 
     def require_peers(self, role: str) -> None:
         """Raises PeerLostError if no peer with `role` is left, unless a drain is ordered within two leases."""
@@ -269,56 +262,7 @@ class Context(Calls, Generic[S]):
         finally:
             self.metrics.evaluating.set(0)
 
-    # ---- state and checkpoints
-
-    def restore(self, state: Mapping[str, Any], chosen: Mapping[str, Any] | None = None) -> State:
-        """Returns `state` as the newest checkpoint has it, or unchanged if there is none; `steps` and `finish` save it
-        from now on. Values with `state_dict` and `load_state_dict` (torch.distributed.checkpoint's Stateful: modules,
-        optimizers, objects of the job's own) are loaded in place. The others (numbers, strings, tensors, and lists,
-        sets and dicts of those) are replaced. `chosen` are the values of pinned settings whose default depends on the
-        job's data: the checkpoint holds them in place of the settings' own.
-
-        Raises UsageError for other values, for a checkpoint that does not fit or was made with other pinned settings,
-        and if there are checkpoints of which none can be read.
-        """
-        return self.training.restore(state, chosen)
-
-    def snapshot(self) -> Snapshot | None:
-        """The newest checkpoint, or None. Raises UsageError if it was made with other pinned settings, or if none of
-        the checkpoints can be read."""
-        return self.training.snapshot()
-
-    def save(self, step: int | None = None, state: State | None = None, *, drain: bool | None = None) -> None:
-        """Writes the checkpoint of `step` with `state`, by default those of `steps`. If a drain is ordered (`drain`: by
-        default, whether one is), raises `Drained` after it. If it cannot be written, training goes on, and the drain is
-        given up.
-        """
-        self.training.save(step, state, drain)
-
-    @property
-    def due(self) -> bool:
-        """Whether a checkpoint is due: a drain was ordered, or CHECKPOINT_INTERVAL has passed and the checkpoint before
-        is written."""
-        return self.draining or self.training.due
-
-    @property
-    def draining(self) -> bool:
-        """Whether the job is to stop after the current step and write a checkpoint. If rank 0's function returns once
-        this was true, the job has drained, and goes on at the next start: only `finish` says otherwise."""
-        return self.training.see_drain()
-
-    def drain(self) -> None:
-        """Orders a drain."""
-        self.group.drain_ordered.set()
-
-    def await_drain(self) -> None:
-        """Returns as soon as a drain is ordered, which is seen then as by `draining`."""
-        self.group.drain_ordered.wait()  # bounded by the supervisor
-        self.training.see_drain()
-
-    def require_checkpoints(self) -> Checkpoints:
-        """The run's checkpoints. Raises UsageError at another rank than rank 0."""
-        return self.training.require_checkpoints()
+    # ---- files
 
     @property
     def files(self) -> Path:
@@ -329,89 +273,7 @@ class Context(Calls, Generic[S]):
             directory.mkdir(parents=True, exist_ok=True)
         return directory
 
-    # ---- steps
-
-    def steps(
-        self,
-        total: int | None = None,
-        state: State | None = None,
-        *,
-        until: Callable[[], bool] | None = None,
-        settled: Callable[[], bool] | None = None,
-        work: float | None = None,
-        goal: float | None = None,
-        **facts: Any,
-    ) -> Iterator[int]:
-        """Yields the numbers of the steps to make: from the one after the checkpoint that `restore` returned, to
-        `total`, or until `until()` is true. Before each step it writes a checkpoint of `state` (by default, that of
-        `restore`) if one is due, and raises `Drained` if a drain is ordered. A `break` ends the loop with the step
-        under way. After the order to drain, steps go on until `settled()` is true, if it is given: the caller bounds
-        that by DRAIN_TIMEOUT.
-
-        `work` is the work of the whole training, in the job's unit, from which the time left follows; `goal` is the
-        score to reach; `facts` are for the log.
-
-        Raises UsageError without an earlier call of `restore` or `snapshot`: each generation would begin at step 1.
-        """
-        return self.training.steps(total, state, until=until, settled=settled, work=work, goal=goal, facts=facts)
-
-    def redo(self) -> None:
-        """The step under way is made again: `steps` yields its number once more."""
-        self.training.redo()
-
-    @property
-    def step(self) -> int:
-        """The newest step that was made, or resumed from."""
-        return self.training.step
-
-    def start(
-        self, step: int, *, done: float = 0, total: float | None = None, goal: float | None = None, **facts: Any
-    ) -> None:
-        """Training begins after `step`, 0 at the beginning and in a job without steps, with `done` units of work behind
-        it and `total` at its end, towards a score of `goal`. `facts` are for the log. `steps` calls it.
-        """
-        self.training.start(TrainingStarted(step, done=done, total=total, goal=goal, facts=facts))
-
     # ---- progress
-
-    def log(
-        self,
-        step: int | None = None,
-        *,
-        done: float | None = None,
-        loss: float | None = None,
-        score: float | None = None,
-        spread: tuple[float, float] | None = None,
-        epoch: int | None = None,
-        message: str = "",
-        **values: float,
-    ) -> None:
-        """Reports the training after `step`, by default the one under way: metrics, the run's history, and a log line
-        every LOG_INTERVAL steps.
-
-        `done` is the work so far, in the job's unit, from which rate and time left follow; if a job never gives it, it
-        is the number of steps. `loss` is the mean loss over the work since the last call. `score` is a point of the
-        curve; `spread`, the lowest and the highest of what it is a mean of, is drawn as a band around it. `epoch`
-        counts from 1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`. A line
-        begins with `message`, if one is given. `step` may be an earlier one, without `done`, whose score is known only
-        now.
-        """
-        self.training.log(
-            StepLogged(
-                step=step,
-                done=_number(done),
-                loss=_number(loss),
-                score=_number(score),
-                spread=None if spread is None else (float(spread[0]), float(spread[1])),
-                epoch=epoch,
-                message=message,
-                values={name: _number(value) for name, value in values.items()},
-            )
-        )
-
-    def report_step(self, step: int) -> None:
-        """Reports that this rank, other than rank 0, has made `step`: after progress, earlier failures do not count."""
-        self.training.report_step(step)
 
     def require_finite(self, *values: float, hint: str) -> None:
         """Raises FloatingPointError, and counts it, if a loss or the norm of its gradient is not finite."""
@@ -425,24 +287,14 @@ class Context(Calls, Generic[S]):
         return telemetry.Timer()
 
     @staticmethod
-    def span(name: str, /, **attributes: Any) -> Span | Nothing:
+    def span(name: str, /, **attributes: Any) -> Span | NoopSpan:
         """`with context.span("forward", rows=64) as span: ...` is a span called `name` in the trace of a run, with
         `attributes`, numbers and texts; `span.note(loss=0.5)` adds some. Calls made in the block are shown under it.
         While nothing is recorded (TRACE), it costs a fraction of a microsecond.
         """
-        return recorder.span(name, **plain(attributes)) if recorder.on else NOTHING
+        return recorder.span(name, **plain(attributes)) if recorder.on else NOOP
 
     # ---- the end
-
-    def finish(
-        self, message: str = "Finished", *, step: int | None = None, state: State | None = None, **summary: Any
-    ) -> dict[str, Any]:
-        """Writes the last checkpoint and logs `message`. Returns the summary, with `seconds` of training and whether
-        the checkpoint was `saved`, unless `summary` has its own. Raises UsageError for what no summary can hold: beside
-        JSON's types it holds scalars of numpy and torch. It is called for a function of rank 0 that returns a summary
-        without it.
-        """
-        return self.training.finish(message, step, state, summary)
 
     def conclude(self, summary: dict[str, Any] | None) -> None:
         """Ends rank 0's process at once, from any thread, as if its function had returned `summary`, or, if that is
@@ -475,11 +327,6 @@ class Context(Calls, Generic[S]):
         torch's generators are seeded with `seed()` before the function is called."""
         # the number of `extra`: otherwise a 0 at their end would change nothing
         return mixed_seed(self.settings.seed, *self._seeds, *extra, *([len(extra)] if extra else []))
-
-
-def _number(value: Any) -> Any:
-    """A tensor, too, as a float: one with its graph would keep all of that in memory."""
-    return None if value is None else float(value.detach() if hasattr(value, "detach") else value)
 
 
 def seed_generators(seed: int) -> None:

@@ -20,7 +20,7 @@ COMPILER = "torch._dynamo"
 MARK = "__dynamo_disable"  # where torch._compile keeps what it calls in place of a function
 
 
-def lighten() -> None:
+def skip_dynamo_import() -> None:
     """From now on torch's optimizers and DistributedDataParallel do not import torch._dynamo. Where torch's private
     names are others, they do.
     """

@@ -55,7 +55,6 @@ class Group:
         self.transport: Transport | None = None  # None while the worker cannot call its peers
         self.lost = set[str]()
         self.joins = self.losses = 0  # of peers, so far
-        self.mapped = set[str]()  # peers that CUDA tensors can be sent to
         self.queues = Queues(metrics)  # that this member owns
         self.logger = telemetry.log()
         self.drain_ordered = threading.Event()
@@ -66,8 +65,8 @@ class Group:
         self._was_open = False
         self._changed = threading.Condition(threading.RLock())  # for all of the above
         self._elastic = {role.name for role in (job.roles if job else ()) if role.elastic}
-        self._on_lost: list[Callable[[str], None]] = []
-        self._on_joined: list[Callable[[str], None]] = []
+        self.on_lost: list[Callable[[str], None]] = []  # called with a peer's name
+        self.on_joined: list[Callable[[str], None]] = []
         self._answers: weakref.WeakSet[Answers] = weakref.WeakSet()  # of `call_each`, under way
         self._lock = threading.Lock()  # for `_answers`
         if attachment:
@@ -81,7 +80,6 @@ class Group:
             self._waits = self._waits or self.session is not None
             session = self.session = Session(attachment.generation, attachment.me.join)
             self._attachment, self.lost = attachment, set(attachment.lost)
-            self.mapped.clear()
             self.watchdog.forget_calls()
             self.drain_ordered.clear()
             self._changed.notify_all()
@@ -207,7 +205,7 @@ class Group:
             raise (serving.get() or self.session).error()
 
     def peers(self, role: str) -> list[Peer]:
-        """See `Context.peers`."""
+        """The members with `role`, by ordinal, without those that were lost."""
         return [peer for peer in self.members if peer.role == role and peer.name not in self.lost]
 
     def is_elastic(self, role: str) -> bool:
@@ -253,7 +251,7 @@ class Group:
                 self.lose(peer)
         for peer in joined:
             if peer.name not in self.lost:
-                for listener in self._on_joined:
+                for listener in self.on_joined:
                     listener(peer.name)
 
     def lose(self, peer: Peer) -> bool:
@@ -276,7 +274,7 @@ class Group:
             under_way = list(self._answers)
         for answers in under_way:
             answers.put((peer.name, None))
-        for listener in self._on_lost:
+        for listener in self.on_lost:
             listener(peer.name)
         return True
 
@@ -289,7 +287,7 @@ class Group:
         raise UsageError(f"no peer {name!r} in this generation ({', '.join(peer.name for peer in self.members)})")
 
     def give_up(self, to: Peer | str, stuck: str = "") -> None:
-        """See `Context.give_up`."""
+        """Removes a peer that was found dead, silent or `stuck`, as that text says; the gang replaces its worker."""
         peer = self.member(to)
         if self.session is None or self.session.ended:
             return  # with which all are lost
@@ -298,21 +296,6 @@ class Group:
                 self.supervision.report_lost(peer)
         elif self._remove(peer):
             self.connected.end_stuck(peer, stuck, otherwise=lambda: self.supervision.report_lost(peer))
-
-    def replace(self, to: Peer | str) -> None:
-        """See `Context.replace`."""
-        peer = self.member(to)
-        if not self.is_rank0:
-            raise UsageError(
-                f"replace({peer.name!r}): only rank 0 has members replaced; call a method of rank 0 for it"
-            )
-        if peer.role not in self._elastic:
-            raise UsageError(
-                f"replace({peer.name!r}): {'this is rank 0' if peer == self.me else f'the role {peer.role} is fixed'}; "
-                "only a member of an elastic role can be replaced (Role(minimum=...))"
-            )
-        if self.lose(peer):
-            self.supervision.report_lost(peer, replace=True)
 
     def disconnected(self, name: str, join: int, error: PeerLostError) -> None:
         """The connection to `name`, as its part number `join`, has closed. A member of an elastic role is given up; the
@@ -327,16 +310,8 @@ class Group:
         else:
             self.give_up(replace(peer, join=join))
 
-    def on_lost(self, listener: Callable[[str], None]) -> None:
-        """See `Context.on_lost`."""
-        self._on_lost.append(listener)
-
-    def on_joined(self, listener: Callable[[str], None]) -> None:
-        """See `Context.on_joined`."""
-        self._on_joined.append(listener)
-
     def require_peers(self, role: str) -> None:
-        """See `Context.require_peers`."""
+        """Raises PeerLostError if no peer with `role` is left, unless a drain is ordered within two leases."""
         # the gang ends such a generation, or drains it
         if not self.peers(role) and not self.drain_ordered.wait(2 * self.settings.lease_seconds):
             raise PeerLostError(f"no {role} is left")

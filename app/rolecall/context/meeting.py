@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import errno
+import socket
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rolecall import config
-from rolecall.config import Settings
 from rolecall.context.context import Context
 from rolecall.context.services import Met, Services
-from rolecall.context.transport import WireTransport
+from rolecall.context.transport import Transport
 from rolecall.declare import registry
-from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
+from rolecall.errors import CallTimeoutError, PeerLostError
 from rolecall.telemetry import Timer
 from rolecall.tunnel.client import TunnelClient
+from rolecall.tunnel.listening import BACKLOG, listen
 from rolecall.wire import codec
 from rolecall.wire.calls import Wire
-from rolecall.wire.connecting import Acceptor, Address, Dialer, Identity, Tls, machine_id
+from rolecall.wire.connecting import Acceptor, Address, Dialer, Tls, WorkerIdentity, machine_id
 from rolecall.wire.messages import Deadline, Request
 from rolecall.wire.session import Session
 
 SWITCH_SECONDS = 0.001  # after which a thread that computes in Python lets one that serves a call run
-PORT_WAIT_SECONDS = 0.1
 
 
 def meet(
@@ -62,13 +59,13 @@ def meet(
     )
     wire = Wire(
         me.name,
-        dialer,
+        dialer.open,
         context.dispatcher,
         max_message_bytes=settings.max_message_bytes,
         lost=group.disconnected,
         session=session,
     )
-    transport = WireTransport(wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout)
+    transport = Transport(wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout)
     group.connect(transport, session)
     if wire.me == rank0:
         services.expect()
@@ -81,7 +78,12 @@ def meet(
         if tunnel:
             acceptor.listen_tunnel(tunnel())
         else:
-            port = _listen(acceptor, settings, first=wire.me == rank0)
+            plain = (
+                listen(settings, plain=True)  # on the port that all know
+                if wire.me == rank0
+                else socket.create_server((settings.bind_addr, 0), backlog=BACKLOG)
+            )
+            port = acceptor.listen_tcp(plain)
         here = Address(me.name, host, port, path, machine_id(), join=me.join)
         first_port = settings.rank0_port if tunnel else settings.rank0_plain_port
         dialer.addresses = {rank0: Address(rank0, settings.master_addr, first_port)}
@@ -111,17 +113,16 @@ def _meet(wire: Wire, services: Services, here: Address, rank0: str, seconds: fl
             raise PeerLostError(f"did not connect within CONNECT_TIMEOUT={seconds:g}: {missing}") from None
     deadline = Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")
     try:
-        answer = wire.call(rank0, Request("meet", (tuple(here),), {}, seconds, internal=True), deadline).result()
+        met: Met = wire.call(rank0, Request("meet", (here,), {}, seconds, internal=True), deadline).result()
     except CallTimeoutError as error:
         raise PeerLostError(f"not all members of the generation have connected: {error}") from error
     wire.forget_link(rank0)  # from now on by the shorter way, if there is one
-    addresses, store_port = answer
-    return Met(tuple(Address(*address) for address in addresses), store_port)
+    return met
 
 
-def _identity(context: Context[Any], session: Session) -> Identity:
+def _identity(context: Context[Any], session: Session) -> WorkerIdentity:
     job, lease = registry.name_of(context.settings.job), context.settings.lease_seconds
-    return Identity(context.me.name, job, session.generation, lease, session.join)
+    return WorkerIdentity(context.me.name, job, session.generation, lease, session.join)
 
 
 def _find(wire: Wire, services: Services, rank0: str, seconds: float, peer: str, join: int) -> Address:
@@ -131,23 +132,7 @@ def _find(wire: Wire, services: Services, rank0: str, seconds: float, peer: str,
         if wire.me == rank0:
             return services.address(peer, join).result(seconds)
         request = Request("address", (peer, join), {}, seconds, internal=True)
-        return Address(*wire.call(rank0, request, Deadline(seconds, setting)).result())
+        address: Address = wire.call(rank0, request, Deadline(seconds, setting)).result()
+        return address
     except (TimeoutError, CallTimeoutError) as error:
         raise PeerLostError(f"{peer} has not connected to rank 0 within {setting}") from error
-
-
-def _listen(acceptor: Acceptor, settings: Settings, first: bool) -> int:
-    """Listens with TLS=off: at rank 0 on the port that all know. Its predecessor may take a moment to end."""
-    if not first:
-        return acceptor.listen_tcp(settings.bind_addr, 0)
-    end, port = time.monotonic() + settings.connect_timeout / 2, settings.rank0_plain_port
-    while True:
-        try:
-            return acceptor.listen_tcp(settings.bind_addr, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
-                where = f"{settings.bind_addr or 'any address'} ({error.strerror})"
-                raise UsageError(
-                    f"PORT={settings.port}: cannot listen on the next port at {where}; {config.port_advice('PORT')}"
-                ) from error
-        time.sleep(PORT_WAIT_SECONDS)  # a port has no event for becoming free

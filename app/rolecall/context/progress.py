@@ -1,7 +1,8 @@
-"""How far training has come: metrics, the run's history, log lines, and the time left."""
+"""How far training has come: metrics, the rows of the run's history, log lines, and the time left."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ from rolecall.config import Settings
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Peer
+from rolecall.record.history import MAX_STEP, Goal, Point, Row, Stall
 
 Change = Literal["joined", "lost"]
-Curve = Literal["start", "train", "goal", "score", "low", "high", "loss", "done", Change]
 
 
 class Supervision:
@@ -23,11 +24,8 @@ class Supervision:
     def report_step(self, step: int) -> None:
         """`step` was made."""
 
-    def record(self, kind: Curve, step: int, value: float) -> None:
-        """A value for the run's history."""
-
-    def value(self, name: str, step: int, value: float) -> None:
-        """A value that the job logs under a name of its own, for the run's sinks."""
+    def record(self, row: Row) -> None:
+        """A row for the run's history."""
 
     def report_loaded(self) -> None:
         """This worker, which has no generation yet, has made its role's object, or needs its peers for that."""
@@ -81,6 +79,11 @@ class StepLogged:
     ended: bool = True
     values: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def has_progress(self) -> bool:
+        """Whether it says how far training is."""
+        return (self.score, self.loss, self.done) != (None, None, None)
+
 
 ProgressEvent = TrainingStarted | StepLogged
 
@@ -99,6 +102,7 @@ class Progress:
         self._earlier_seconds = 0.0  # of training, before this generation
         self._lock = threading.RLock()
         self._started: float | None = None
+        self._recorded: float | None = None  # when the first point was recorded, or training began
         self._total: float | None = None  # work at the end
         self._steps: int | None = None  # and steps
         self._first_step = self._step = 0
@@ -130,21 +134,19 @@ class Progress:
 
     def take(self, event: ProgressEvent) -> None:
         """Applies an event of this rank or of another one."""
-        match event:
-            case TrainingStarted():
-                self._start(event)
-            case StepLogged():
-                self._log(event)
+        if isinstance(event, TrainingStarted):
+            self._start(event)
+        else:
+            self._log(event)
 
     def _start(self, event: TrainingStarted) -> None:
         steps = {} if event.steps is None else {"steps": event.steps}
         self.logger.info("training", step=event.step, **steps, **event.facts)
-        telemetry.begin(self.metrics.stalled_seconds, get_args(Change))
-        self.supervision.record("train", event.step, 0)
+        telemetry.init_labels(self.metrics.stalled_seconds, get_args(Change))
         if event.goal is not None:
             self.metrics.goal.set(event.goal)
-            self.supervision.record("goal", event.step, event.goal)
-        self._started = self._line_at = time.monotonic()
+            self.supervision.record(Goal(event.goal))
+        self._started = self._recorded = self._line_at = time.monotonic()
         self._first_done = self.done = self._line_done = event.done
         self._step = self._first_step = self._line_step = event.step
         self._total, self._steps = event.total, event.steps
@@ -157,14 +159,14 @@ class Progress:
             if event.epoch is not None:
                 self._epoch = event.epoch
                 self.metrics.epoch.set(event.epoch)
-                self._pass_to_sinks("epoch", step, event.epoch)
+                self._record("epoch", step, event.epoch)
             if event.score is not None:
                 self._score = event.score
                 self.metrics.score.set(event.score)
-                self.supervision.record("score", step, event.score)
+                self._record("score", step, event.score)
                 if event.spread is not None:  # after the score, with which the history keeps it
-                    self.supervision.record("low", step, event.spread[0])
-                    self.supervision.record("high", step, event.spread[1])
+                    self._record("score_low", step, event.spread[0])
+                    self._record("score_high", step, event.spread[1])
             if event.loss is not None:
                 work = 1.0 if event.done is None else event.done - self.done
                 self._loss, self._work = self._loss + event.loss * work, self._work + work
@@ -180,11 +182,14 @@ class Progress:
         if gauge is None:
             gauge, self._values[name] = self.metrics.value.labels(name), float(value)
         gauge.set(value)
-        self._pass_to_sinks(name, step, value)
+        self._record(name, step, value)
 
-    def _pass_to_sinks(self, name: str, step: int, value: float) -> None:
-        if self.settings.sinks != "none":
-            self.supervision.value(name, step, value)
+    def _record(self, name: str, step: int, value: float) -> None:
+        """Records a point of the curve `name`. JSON has no other numbers than finite ones."""
+        now = time.monotonic()
+        self._recorded = now if self._recorded is None else self._recorded
+        if math.isfinite(value) and 0 <= step <= MAX_STEP:
+            self.supervision.record(Point(name, step, float(value), now - self._recorded))
 
     def complete(self, step: int) -> None:
         """`step` was made, whatever was logged of it."""
@@ -198,12 +203,12 @@ class Progress:
     def stalled(self, step: int, change: Change, seconds: float) -> None:
         """`step`, in which members joined or were lost, took `seconds` longer than usual."""
         self.metrics.stalled_seconds.labels(change).inc(seconds)
-        self.supervision.record(change, step, seconds)
+        self.supervision.record(Stall(change, seconds))
 
     def _advance(self, step: int, done: float) -> None:
         self.metrics.done.inc(max(0.0, done - self.done))
         self.done = done
-        self.supervision.record("done", step, done)
+        self._record("done", step, done)
         self._reach(step)
 
     def _reach(self, step: int) -> None:
@@ -236,7 +241,7 @@ class Progress:
         if self._work:
             mean = self._loss / self._work
             self.metrics.loss.set(mean)
-            self.supervision.record("loss", step, mean)
+            self._record("loss", step, mean)
             parts.append(f"loss {mean:.4f}")
         if self._score is not None:
             parts.append(f"{self.label} {self._score:.6g}")

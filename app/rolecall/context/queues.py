@@ -9,9 +9,9 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
+from rolecall.declare.remote import remote
 from rolecall.errors import UsageError
 from rolecall.wire.dispatch import Handover
 from rolecall.wire.future import Future
@@ -21,34 +21,15 @@ T = TypeVar("T")
 Pending = concurrent.futures.Future[Any]
 
 
-@dataclass(frozen=True)
-class QueueMetrics:
-    """The metrics of one queue: its depth, the items put, and the seconds that puts and gets waited."""
-
-    depth: Any
-    items: Any
-    put_seconds: Any
-    get_seconds: Any
-
-    @classmethod
-    def of(cls, metrics: Any, name: str, maxsize: int) -> Self:
-        """Those of the queue `name`, among a worker's `metrics`."""
-        metrics.queue_size.labels(name).set(maxsize)
-        waited = metrics.queue_wait_seconds
-        return cls(
-            depth=metrics.queue_depth.labels(name),
-            items=metrics.queue_items.labels(name),
-            put_seconds=waited.labels(name, "put"),
-            get_seconds=waited.labels(name, "get"),
-        )
-
-
 class Items:
-    """What is in a queue at its owner. Safe to use from several threads."""
+    """What is in the queue `name` at its owner, whose worker has `metrics`. Safe to use from several threads."""
 
-    def __init__(self, maxsize: int, metrics: QueueMetrics) -> None:
-        self.maxsize, self._metrics = maxsize, metrics
-        metrics.depth.set(0)  # the owner's worker before this one may have left another value
+    def __init__(self, name: str, maxsize: int, metrics: Any) -> None:
+        self.maxsize, waited = maxsize, metrics.queue_wait_seconds
+        self._depth, self._count = metrics.queue_depth.labels(name), metrics.queue_items.labels(name)
+        self._put_seconds, self._get_seconds = waited.labels(name, "put"), waited.labels(name, "get")
+        metrics.queue_size.labels(name).set(maxsize)
+        self._depth.set(0)  # the owner's worker before this one may have left another value
         self._items = deque[Any]()
         # those that wait, the oldest first: what is given up is forgotten at once
         self._getters, self._putters = OrderedDict[Pending, None](), OrderedDict[Pending, Any]()
@@ -61,7 +42,7 @@ class Items:
             self._putters[answer] = item
             ended = self._move()
         _end(ended)
-        self._watch(answer, self._putters, self._metrics.put_seconds)
+        self._watch(answer, self._putters, self._put_seconds)
         return answer
 
     def get(self) -> Pending:
@@ -71,7 +52,7 @@ class Items:
             self._getters[answer] = None
             ended = self._move()
         _end(ended)
-        self._watch(answer, self._getters, self._metrics.get_seconds)
+        self._watch(answer, self._getters, self._get_seconds)
         return answer
 
     def _watch(self, answer: Pending, waiting: OrderedDict[Pending, Any], seconds: Any) -> None:
@@ -104,14 +85,14 @@ class Items:
                 putter, item = self._putters.popitem(last=False)
                 if putter.set_running_or_notify_cancel():
                     self._items.append(item)
-                    self._metrics.items.inc()
+                    self._count.inc()
                     ended.append((putter, None))
             elif self._getters and self._items:
                 getter, _ = self._getters.popitem(last=False)
                 if getter.set_running_or_notify_cancel():
                     ended.append((getter, self._items.popleft()))
             else:
-                self._metrics.depth.set(len(self._items))
+                self._depth.set(len(self._items))
                 return ended
 
     def snapshot(self) -> list[Any]:
@@ -129,7 +110,7 @@ def _end(ended: list[tuple[Pending, Any]]) -> None:
 
 
 class Queues:
-    """The queues that this worker owns, by name. `metrics` are the worker's."""
+    """The queues that this worker owns, by name, as its peers call them. `metrics` are the worker's."""
 
     def __init__(self, metrics: Any) -> None:
         self._metrics = metrics
@@ -143,18 +124,20 @@ class Queues:
         with self._lock:
             items = self._queues.get(name)
             if items is None:
-                items = self._queues[name] = Items(maxsize, QueueMetrics.of(self._metrics, name, maxsize))
+                items = self._queues[name] = Items(name, maxsize, self._metrics)
         if items.maxsize != maxsize:
             raise UsageError(f"queue {name!r}: has maxsize={items.maxsize}, and {maxsize} at another place")
         return items
 
-    async def put(self, name: str, maxsize: int, item: Any, seconds: float | None) -> bool:
+    @remote
+    async def queue_put(self, name: str, maxsize: int, item: Any, seconds: float | None) -> bool:
         """Puts `item`. Returns whether there was room within `seconds`."""
         answer = self.open(name, maxsize).put(item)
         await _wait(answer, seconds)
         return not answer.cancelled()
 
-    async def get(self, name: str, maxsize: int, seconds: float | None) -> Handover[tuple[Any, ...]] | tuple[()]:
+    @remote
+    async def queue_get(self, name: str, maxsize: int, seconds: float | None) -> Handover[tuple[Any, ...]] | tuple[()]:
         """The next item as a tuple, which is empty if there was none within `seconds`. An item that does not reach its
         getter is in the queue again, as the next one."""
         items = self.open(name, maxsize)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rolecall.context.group import Group
 from rolecall.context.progress import Progress, ProgressEvent
 from rolecall.declare.remote import remote
 from rolecall.errors import PeerLostError
 from rolecall.wire.connecting import Address
-from rolecall.wire.dispatch import Handover
-from rolecall.wire.late import stacks_of
+from rolecall.wire.dispatch import stacks_of
 
 Search = concurrent.futures.Future[Address]
 
@@ -43,16 +42,6 @@ class Services:
         self._lock, self._store_lock = threading.Lock(), threading.Lock()
 
     @remote
-    async def queue_put(self, name: str, maxsize: int, item: Any, seconds: float | None) -> bool:
-        """See `Queues.put`."""
-        return await self._group.queues.put(name, maxsize, item, seconds)
-
-    @remote
-    async def queue_get(self, name: str, maxsize: int, seconds: float | None) -> Handover[tuple[Any, ...]] | tuple[()]:
-        """See `Queues.get`."""
-        return await self._group.queues.get(name, maxsize, seconds)
-
-    @remote
     def stacks(self, method: str) -> str:
         """The stacks of the threads that run `method`."""
         return stacks_of(method)
@@ -68,9 +57,9 @@ class Services:
         self._progress.take(event)
 
     @remote
-    def meet(self, address: tuple[Any, ...]) -> concurrent.futures.Future[Met]:
+    def meet(self, address: Address) -> concurrent.futures.Future[Met]:
         """At rank 0: a member is there, at `address`. The answer comes once all are that the generation begins with."""
-        self.arrived(Address(*address))
+        self.arrived(address)
         waiting: concurrent.futures.Future[Met] = concurrent.futures.Future()
         self._met.add_done_callback(lambda _: waiting.set_result(self._present()))
         return waiting
@@ -109,7 +98,7 @@ class Services:
     def expect(self) -> None:
         """At rank 0: the members of the group are about to meet. One that is lost meanwhile is not waited for."""
         group = self._group
-        group.on_lost(lambda _: self._look())
+        group.on_lost.append(lambda _: self._look())
         with self._lock:
             self._expected = {peer.name for peer in group.members}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rolecall import telemetry
 from rolecall.context.progress import ProgressEvent, StepLogged
@@ -15,42 +15,7 @@ from rolecall.wire import tracing
 from rolecall.wire.calls import Wire
 from rolecall.wire.codec import encode
 from rolecall.wire.future import Future, Stream
-from rolecall.wire.late import EXAMINE_SECONDS
-from rolecall.wire.messages import Deadline, Request
-
-
-class Transport(Protocol):
-    """What carries a group's calls: `WireTransport`."""
-
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
-        """Calls a method of the peer `to`."""
-
-    def call_unwatched(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
-        """As `call`, for work in the background: it counts neither as a call of the job's, nor as what a step does."""
-
-    def stream(self, to: str, request: Request, deadline: Deadline) -> Stream[Any]:
-        """Calls a generator of the peer `to`."""
-
-    def in_flight(self, to: str) -> int:
-        """The calls to `to` without an answer."""
-
-    def lose(self, peer: Peer) -> None:
-        """Closes the links to and from `peer`: calls to it fail, and it is not called again unless it joins again."""
-
-    def joined(self, peer: Peer) -> None:
-        """`peer` is a member now: as a new part of the generation, if it was one before."""
-
-    def has_lost(self, to: str) -> bool:
-        """Whether `to` was lost, or the connection to it has broken."""
-
-    def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
-        """See `Context.on_disconnect`."""
-
-    def end_stuck(self, peer: Peer, problem: str, otherwise: Callable[[], None]) -> None:
-        """Has the worker of `peer` end as stuck, and loses it. Calls `otherwise` if it cannot be reached."""
-
-    def forward(self, event: ProgressEvent) -> None:
-        """Has rank 0 apply `event` by `Progress.take`."""
+from rolecall.wire.messages import EXAMINE_SECONDS, Deadline, Request
 
 
 class Counters(NamedTuple):
@@ -63,8 +28,9 @@ class Counters(NamedTuple):
     latency_seconds: Any
 
 
-class WireTransport:
-    """The calls of one worker by its `wire`; `rank0` is rank 0's name."""
+class Transport:
+    """The calls of one worker by its `wire`; `rank0` is rank 0's name. `call_unwatched` is for work in the background:
+    such a call counts neither as one of the job's, nor as what a step does."""
 
     def __init__(self, wire: Wire, metrics: Any, watchdog: Watchdog, *, rank0: str, rpc_timeout: float) -> None:
         self.wire = wire
@@ -72,18 +38,16 @@ class WireTransport:
         self._deadline = Deadline(rpc_timeout, f"RPC_TIMEOUT={rpc_timeout:g}")
         self._counters: dict[tuple[str, str], Counters] = {}  # by method and the peer that it was called at
         self._forwarded: Future[None] | None = None
+        self.call_unwatched, self.in_flight = wire.call, wire.in_flight
+        self.has_lost, self.on_disconnect = wire.has_lost, wire.on_disconnect
 
     def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
-        """See `Transport.call`."""
+        """Calls a method of the peer `to`."""
         content, request, ended = self._begin(to, request, deadline)
         return self.wire.call(to, request, deadline, ended, content=content)
 
-    def call_unwatched(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
-        """See `Transport.call_unwatched`."""
-        return self.wire.call(to, request, deadline)
-
     def stream(self, to: str, request: Request, deadline: Deadline) -> Stream[Any]:
-        """See `Transport.stream`."""
+        """Calls a generator of the peer `to`."""
         content, request, ended = self._begin(to, request._replace(seconds=0.0), Deadline(0.0))
         return self.wire.stream(to, request, deadline, ended, content=content)
 
@@ -119,7 +83,7 @@ class WireTransport:
 
     def _first_call(self, method: str, to: str) -> Counters:
         metrics = self._metrics
-        telemetry.begin(metrics.rpc_failures, [method])
+        telemetry.init_labels(metrics.rpc_failures, [method])
         metrics.rpc_callee.labels(method, to.rpartition("_")[0]).set(1)
         counters = self._counters[method, to] = Counters(
             calls=metrics.rpc_calls.labels(method),
@@ -130,28 +94,16 @@ class WireTransport:
         )
         return counters
 
-    def in_flight(self, to: str) -> int:
-        """See `Transport.in_flight`."""
-        return self.wire.in_flight(to)
-
     def lose(self, peer: Peer) -> None:
-        """See `Transport.lose`."""
+        """Closes the links to and from `peer`: calls to it fail, and it is not called again unless it joins again."""
         self.wire.lose(peer.name, "it was lost", peer.join)
 
     def joined(self, peer: Peer) -> None:
-        """See `Transport.joined`."""
+        """`peer` is a member now: as a new part of the generation, if it was one before."""
         self.wire.joined(peer.name, peer.join)
 
-    def has_lost(self, to: str) -> bool:
-        """See `Transport.has_lost`."""
-        return self.wire.has_lost(to)
-
-    def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
-        """See `Context.on_disconnect`."""
-        self.wire.on_disconnect(to, gone)
-
     def end_stuck(self, peer: Peer, problem: str, otherwise: Callable[[], None]) -> None:
-        """See `Transport.end_stuck`."""
+        """Has the worker of `peer` end as stuck, and loses it. Calls `otherwise` if it cannot be reached."""
         request = Request("end_stuck", (problem,), {}, EXAMINE_SECONDS, internal=True)
 
         def told(answer: Any) -> None:
@@ -162,8 +114,8 @@ class WireTransport:
         self.wire.call(peer.name, request, Deadline(EXAMINE_SECONDS)).add_done_callback(told)
 
     def forward(self, event: ProgressEvent) -> None:
-        """See `Transport.forward`. In order: the one before must have been answered. Waits for a score, after which the
-        job may end."""
+        """Has rank 0 apply `event` by `Progress.take`, in order: the one before must have been answered. Waits for a
+        score, after which the job may end."""
         if self._forwarded is not None:
             self._forwarded.result()
         request = Request("take_progress", (event,), {}, float(self._deadline), internal=True)

@@ -28,7 +28,7 @@ SUSPENDED_SECONDS = 2.0  # between two checks, which come every half second: thi
 
 
 @dataclass(eq=False)
-class Entry:
+class PhaseEntry:
     """A phase under way: its name, when it began, and the thread that is in it."""
 
     name: Phase
@@ -67,7 +67,7 @@ class Watchdog:
         self._phase_timeout, self._stuck_seconds = phase_timeout, stuck_seconds
         self._limit_loading, self._clock = limit_loading, clock
         self._lock = threading.Lock()
-        self._phases: list[Entry] = []  # the oldest first
+        self._phases: list[PhaseEntry] = []  # the oldest first
         self._ready = False  # loading is over
         self._waiting = 0  # threads that wait for a generation
         self._loops = False  # a loop calls `begin`; otherwise a step begins at the end of the one before
@@ -84,7 +84,7 @@ class Watchdog:
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         """The block is the phase `name`. A step under way is timed from the end of the phase."""
-        entry = Entry(name, self._clock(), threading.get_ident())
+        entry = PhaseEntry(name, self._clock(), threading.get_ident())
         with self._lock:
             self._phases.append(entry)
         try:

@@ -11,11 +11,11 @@ import torch
 
 from rolecall.context.group import Group
 from rolecall.errors import UsageError
-from rolecall.weights import encoding
-from rolecall.weights.copies import Copies, Version
-from rolecall.weights.exchange import Connection, Draft, Exchange
-from rolecall.weights.manifest import Entry, Stamp
-from rolecall.weights.service import WeightsService
+from rolecall.weights import manifest
+from rolecall.weights.copies import Copies, Holdings, Version
+from rolecall.weights.exchange import Connection, Exchange, PendingVersion
+from rolecall.weights.manifest import Entry, VersionId
+from rolecall.weights.registry import Registry
 
 
 class Weights:
@@ -26,8 +26,8 @@ class Weights:
     def __init__(self, name: str, copies: Copies) -> None:
         self.name = name
         self._copies = copies
-        self._loaded: Stamp | None = None  # into a target
-        self._taken: Stamp | None = None  # by `load` or `tensors`
+        self._loaded: VersionId | None = None  # into a target
+        self._taken: VersionId | None = None  # by `load` or `tensors`
 
     @property
     def version(self) -> int | None:
@@ -39,7 +39,7 @@ class Weights:
     def new(self) -> bool:
         """Whether a version is here that neither `load` nor `tensors` has taken yet."""
         newest = self._copies.newest
-        return newest is not None and newest.stamp != self._taken
+        return newest is not None and newest.version_id != self._taken
 
     def wait(self, timeout: float, *, new: bool = False) -> int:
         """The number of the newest version that is here. Waits for the first one; if `new`, for one that was not taken
@@ -57,20 +57,20 @@ class Weights:
         version has come yet, without a change of `target`.
         """
         newest = self._newest()
-        if newest.stamp == self._loaded:
+        if newest.version_id == self._loaded:
             return newest.manifest.version
         pairs = self._match(newest, target)
         with torch.no_grad():
             for tensor, entry in pairs:
-                tensor.copy_(encoding.read(entry, newest.buffer))
-        self._loaded = self._taken = newest.stamp
+                tensor.copy_(manifest.read(entry, newest.buffer))
+        self._loaded = self._taken = newest.version_id
         return newest.manifest.version
 
     def tensors(self) -> tuple[int, dict[str, torch.Tensor]]:
         """The number of the newest version, and a copy of its tensors. Raises UsageError if none has come yet."""
         newest = self._newest()
-        self._taken = newest.stamp
-        copied = {entry.name: encoding.read(entry, newest.buffer).clone() for entry in newest.manifest.entries}
+        self._taken = newest.version_id
+        copied = {entry.name: manifest.read(entry, newest.buffer).clone() for entry in newest.manifest.entries}
         return newest.manifest.version, copied
 
     def _newest(self) -> Version:
@@ -99,10 +99,11 @@ class Weights:
 
 
 class Publisher:
-    """The weights that this member publishes and subscribes to, by name. `service` has what is here."""
+    """The weights that this member publishes and subscribes to, by name. Peers call its `holdings`, and at rank 0 its
+    `registry`."""
 
     def __init__(self, group: Group, metrics: Any) -> None:
-        self.service = WeightsService(self._parts)
+        self.holdings, self.registry = Holdings(), Registry(self._parts)
         self._group, self._metrics = group, metrics
         self._exchanges: dict[str, Exchange] = {}
         self._published: dict[str, int] = {}  # the last version of each name
@@ -112,16 +113,16 @@ class Publisher:
         self, name: str, tensors: Mapping[str, torch.Tensor], version: int | None, dtype: torch.dtype | None
     ) -> int:
         """See `Context.publish`."""
-        entries, nbytes = encoding.layout(name, tensors, dtype)
+        entries, nbytes = manifest.layout(name, tensors, dtype)
         buffer = np.zeros(nbytes, np.uint8)  # what is between tensors counts in the digests
-        encoding.write(tensors, entries, buffer)
+        manifest.write(tensors, entries, buffer)
         full = sum(entry.numel * entry.dtype.itemsize for entry in entries)
         exchange = self._exchange(name)
         with self._lock:
             newest = exchange.copies.newest
             last = self._published.get(name, newest.manifest.version if newest else 0)
             version = self._published[name] = last + 1 if version is None else int(version)
-            exchange.publish(Draft(version, entries, buffer, full))
+            exchange.publish(PendingVersion(version, entries, buffer, full))
         return version
 
     def subscribe(self, name: str) -> Weights:
@@ -132,11 +133,9 @@ class Publisher:
 
     def _exchange(self, name: str) -> Exchange:
         with self._lock:
-            exchange = self._exchanges.get(name)
-            if exchange is None:
-                exchange = Exchange(self.service.copies(name), self._connect, self._metrics)
-                self._exchanges[name] = exchange
-            return exchange
+            if name not in self._exchanges:
+                self._exchanges[name] = Exchange(self.holdings.copies(name), self._connect, self._metrics)
+            return self._exchanges[name]
 
     def _connect(self, seconds: float) -> Connection | None:
         opened = self._group.wait_open(seconds)

@@ -200,6 +200,6 @@ def passed_on(description: Description) -> dict[str, str]:
 
 def of_rank(target: str) -> Description:
     """The description for a rank: the one that `rolecall run` has passed on to it, or `ask`'s."""
-    if passed := config.passed_description():
+    if passed := config.exported(config.DESCRIPTION):
         return ADAPTER.validate_json(passed)
     return ask(target)

@@ -138,14 +138,23 @@ def has_method(role: Role, method: Callable[..., Any]) -> bool:
     return inspect.isclass(kind) and inspect.getattr_static(kind, name, None) is method
 
 
+def uses_torch_rpc(job: Job, settings: Settings) -> bool:
+    """Whether the job's workers start torch's RPC."""
+    return job.torch_rpc(settings) if callable(job.torch_rpc) else job.torch_rpc
+
+
+def _number(value: str | int, settings: Settings) -> int:
+    return value if isinstance(value, int) else int(getattr(settings, value.lower()))
+
+
 def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
     """The job's roles with their counts filled in. Raises UsageError for counts that contradict each other."""
     specs = []
     for role in job.roles:
-        count = job.number(role.count, settings)
-        low = count if role.minimum is None else job.number(role.minimum, settings)
+        count = _number(role.count, settings)
+        low = count if role.minimum is None else _number(role.minimum, settings)
         most = max(count, MOST) if role.elastic else count
-        high = most if role.maximum is None else job.number(role.maximum, settings)
+        high = most if role.maximum is None else _number(role.maximum, settings)
         if (role.minimum, role.maximum) == (None, None) and count < 1:
             named = role.count.upper() if isinstance(role.count, str) else "count"
             raise UsageError(f"wrong settings: {named}={count} must be at least 1: the role {role.name} has so many")
@@ -163,7 +172,7 @@ def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
                 low,
                 high,
                 role.elastic,
-                stays=bool(role.run) and stays and job.rpc and not job.uses_torch_rpc(settings),
+                stays=bool(role.run) and stays and job.rpc and not uses_torch_rpc(job, settings),
                 restarts=role.restarts,
                 backoff=role.backoff,
                 required=role.required,

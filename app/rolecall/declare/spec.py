@@ -125,18 +125,6 @@ class Job:
         for problem in (*self._problems_of_settings(), *self._problems_of_roles(), *self._problems_of_metrics()):
             raise UsageError(problem)
 
-    def uses_torch_rpc(self, settings: Settings) -> bool:
-        """Whether the job's workers start torch's RPC."""
-        return self.torch_rpc(settings) if callable(self.torch_rpc) else self.torch_rpc
-
-    def number(self, value: str | int, settings: Settings) -> int:
-        """A role's count, minimum or maximum, with `settings` filled in."""
-        return value if isinstance(value, int) else int(getattr(settings, value.lower()))
-
-    def no_role(self, name: str) -> str:
-        """What is wrong with `name` as the name of a role."""
-        return f"no role {name!r} in this job ({', '.join(role.name for role in self.roles)})"
-
     def _problems_of_settings(self) -> Iterator[str]:
         cls = self.settings
         if Settings not in getattr(cls, "__mro__", ()):

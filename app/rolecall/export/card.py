@@ -73,20 +73,19 @@ def describe(
     exported: Exported,
     form: Format,
     *,
-    file: str,
     files: Sequence[Path],
     agreement: Sequence[Agreement] | None,
     score: Mapping[str, float],
     scored_by: str,
 ) -> dict[str, Any]:
-    """The card. `files` are those of the model, and `file` is the name of the one to load; `agreement` is None
-    if the file could not be run; `scored_by` is the source of the `score`.
+    """The card. `files` are those of the model, the one to load at last; `agreement` is None if it could not be run;
+    `scored_by` is the source of the `score`.
     """
     snapshot = one.snapshot
     with torch.no_grad():
         results = answers(exported, exported.module(*exported.inputs.values()))
     return {
-        "model": file,
+        "model": files[-1].name,
         "job": one.name,
         "summary": one.job.summary,
         "format": form.name,

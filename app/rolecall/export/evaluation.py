@@ -21,14 +21,11 @@ from rolecall.export import saved
 RESERVED = {"job", "checkpoint", "json", "prompt", "help"}  # options of the command
 
 
+@saved.guarded
 def run(words: Sequence[str]) -> int:
     """Evaluates the checkpoint that `words` name and prints the result. Returns the exit code. Raises UsageError, and
     SystemExit as argparse does.
     """
-    return saved.guarded(lambda: _run(words))
-
-
-def _run(words: Sequence[str]) -> int:
     first, _ = parser(full=False).parse_known_args(words)
     if first.job is None:
         parser().parse_args(words)  # prints help, or that JOB is missing

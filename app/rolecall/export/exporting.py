@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rolecall import machine
 from rolecall.declare import registry
 from rolecall.declare.spec import Job
 from rolecall.errors import FAILED, UsageError
@@ -23,17 +21,13 @@ from rolecall.export.agreement import Agreement
 from rolecall.export.exported import Exported
 from rolecall.export.formats import FORMATS, Format
 from rolecall.export.saved import Saved
-from rolecall.record import rundir
 
 
+@saved.guarded
 def run(words: Sequence[str]) -> int:
     """Exports what `words` name. Returns the exit code: FAILED if the file's outputs are not the checkpoint's.
     Raises UsageError, and SystemExit as argparse does.
     """
-    return saved.guarded(lambda: _run(words))
-
-
-def _run(words: Sequence[str]) -> int:
     first, _ = parser(full=False).parse_known_args(words)
     job = registry.get(first.job) if first.job is not None else None
     arguments = parser(job, first.job or "").parse_args(words)
@@ -43,10 +37,14 @@ def _run(words: Sequence[str]) -> int:
     name, form = registry.name_of(arguments.job), FORMATS[arguments.format]
     if job.export is None:
         raise UsageError(f"{name} has nothing to export: give its Job export=function")
-    form.require()
+    machine.require_packages(f"--format {form.name}", form.packages, "export")
     export = registry.resolve(job.export)
     output = _output(arguments.output, name, form)
-    with _unfinished(output, arguments.output or output) as folder:
+    unwritable = f"--output {arguments.output or output}: cannot be written"
+    with UsageError.wrap(unwritable, OSError):
+        unchecked = tempfile.TemporaryDirectory(None, f".{output.name}.", output.parent, ignore_cleanup_errors=True)
+    with unchecked as temporary:
+        folder = Path(temporary)
         one = saved.load(job, name, arguments, "export it with that version")
         exported, path = _exported(one, export), folder / output.name
         with (
@@ -54,7 +52,7 @@ def _run(words: Sequence[str]) -> int:
                 f"--format {form.name}: the model of {name} cannot be exported",
                 advice="give another format, or change the module",
             ),
-            UsageError.wrap(f"--output {output}: cannot be written", OSError),
+            UsageError.wrap(unwritable, OSError),
             torch.no_grad(),
         ):
             form.write(exported, path, card.facts(one))
@@ -63,22 +61,26 @@ def _run(words: Sequence[str]) -> int:
             problem = f"{output.name} is not what the checkpoint is, and was deleted: {problems}"
             print(f"rolecall: {problem}", file=sys.stderr, flush=True)
             return FAILED
+        # the model's file last: it is never published without the others
+        files = sorted(folder.iterdir(), key=lambda each: (each.name == path.name, each.name))
         score, scored_by = _score(one, arguments.evaluate)
         described = card.describe(
             one,
             exported,
             form,
-            file=output.name,
-            files=_in_order(folder, path),
+            files=files,
             agreement=compared,
             score=score,
             scored_by=scored_by,
         )
         with UsageError.wrap(f"{name}: export returns extra facts that are no JSON", TypeError, ValueError):
             text = json.dumps(described, indent=1, allow_nan=False)
-        with UsageError.wrap(f"--output {output}: cannot be written", OSError):
-            rundir.write_atomically(folder / f"{output.name}.json", text.encode() + b"\n")
-            files = _publish(_in_order(folder, path), output.parent)
+        with UsageError.wrap(unwritable, OSError):
+            beside = folder / f"{output.name}.json"
+            beside.write_text(text + "\n")
+            for file in files:
+                file.chmod(beside.stat().st_mode)  # safetensors' files are readable by their owner only
+            files = [file.replace(output.parent / file.name) for file in (beside, *files)]
     if arguments.json:
         shown = {each: value for each, value in described.items() if each not in ("extra", "layers")}
         print(json.dumps({"path": str(files[-1]), **shown}))
@@ -110,21 +112,6 @@ def _output(path: Path | None, name: str, form: Format) -> Path:
     """The absolute path of the file to write."""
     path = (path or Path(f"{name}{form.suffix}")).absolute()
     return path / f"{name}{form.suffix}" if path.is_dir() else path
-
-
-@contextlib.contextmanager
-def _unfinished(output: Path, given: Path) -> Iterator[Path]:
-    """A directory beside `output` for files that are not checked yet; deleted at the end. Raises UsageError if it
-    cannot be written.
-    """
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    except OSError as error:
-        raise UsageError(f"--output {given}: cannot be written ({error.strerror})") from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _exported(one: Saved, export: Callable[..., Any]) -> Exported:
@@ -160,21 +147,3 @@ def _score(one: Saved, evaluate: bool) -> tuple[Mapping[str, float], str]:
             result = registry.resolve(one.job.evaluate)(one.settings, one.snapshot.state)
         return one.numbers(result), "the job's evaluate, at the export"
     return card.score_of(one.snapshot), "the end of the run that wrote the checkpoint"
-
-
-def _publish(files: Sequence[Path], directory: Path) -> list[Path]:
-    """Moves finished files to `directory`, and returns their paths there. Raises OSError."""
-    # that of the card: safetensors' files are readable by their owner only
-    mode = next(file for file in files if file.suffix == ".json").stat().st_mode
-    for file in files:
-        file.chmod(mode)
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    moved = [file.replace(directory / file.name) for file in files]
-    rundir.sync_directory(directory)
-    return moved
-
-
-def _in_order(folder: Path, path: Path) -> list[Path]:
-    """The files in `folder`, the model's file `path` last: it is never published without the others."""
-    return sorted(folder.iterdir(), key=lambda each: (each.name == path.name, each.name))

@@ -17,18 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rolecall import machine
-from rolecall.errors import UsageError
 from rolecall.export.agreement import Run, answers
 from rolecall.export.exported import Exported
-
-LOGGERS = (
-    "onnxscript",
-    "onnx_ir",
-    "torch.onnx",
-    "torch.export",
-    "torch.fx",
-)  # silenced while a model is traced
 
 
 class Format:
@@ -38,10 +28,6 @@ class Format:
     suffix: str
     packages: Sequence[str] = ()
     runtime: str = "torch"  # the package that runs the file
-
-    def require(self) -> None:
-        """Raises UsageError if a package is missing."""
-        machine.require_packages(f"--format {self.name}", self.packages, "export")
 
     def write(self, exported: Exported, path: Path, facts: Mapping[str, str]) -> None:
         """Writes the model to `path`, with `facts` in the file. May raise any error of the format's library."""
@@ -58,21 +44,16 @@ class Safetensors(Format):
     name, suffix, packages = "safetensors", ".safetensors", ("safetensors",)
 
     def write(self, exported: Exported, path: Path, facts: Mapping[str, str]) -> None:
-        """Writes tensors that share memory separately. Raises UsageError for a type that the format lacks."""
+        """Writes tensors that share memory separately."""
         from safetensors.torch import save_file
 
         tensors, seen = {}, set[int]()
         for name, value in exported.module.state_dict().items():
-            if not isinstance(value, Tensor) or value.layout != torch.strided:
-                raise UsageError(f"--format safetensors: {name} is no dense tensor, which the format cannot hold")
             place = value.untyped_storage().data_ptr()
             tensors[name] = value.detach().clone() if place in seen else value.detach()
             tensors[name] = tensors[name].contiguous()
             seen.add(place)
-        try:
-            save_file(tensors, path, metadata=dict(facts))
-        except KeyError as error:
-            raise UsageError(f"--format safetensors: cannot hold tensors of {error.args[0]}") from None
+        save_file(tensors, path, metadata=dict(facts))
 
     def load(self, exported: Exported, path: Path) -> Run:
         """Loads the tensors into a fresh module without any."""
@@ -169,18 +150,14 @@ def versions(form: Format) -> dict[str, str]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences exporters, which log much; they raise their errors."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    levels = [logger.level for logger in loggers]
+    before, nothing = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.CRITICAL)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        nothing = io.StringIO()
         with warnings.catch_warnings(), contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 def _without_tensors(module: nn.Module) -> nn.Module:

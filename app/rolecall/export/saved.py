@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,21 +57,26 @@ class Saved:
             return {str(what): value if type(value) is int else float(value) for what, value in result.items()}
 
 
-def guarded(command: Callable[[], int]) -> int:
-    """The exit code of `command`, which calls a job's functions: FAILED if they raise, after a traceback without
+def guarded(command: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """`command`, which calls a job's functions, with the exit code FAILED if they raise, after a traceback without
     Rolecall's frames. Raises UsageError, with the file and line of the user's code, and SystemExit as argparse does.
     """
-    try:
-        return command()
-    except UsageError as error:
-        raise UsageError(fields.shown(loader.explain(error), most=MAX_LINE)) from error
-    except ProgramError as error:
-        print(f"rolecall: {fields.shown(error, most=MAX_LINE)}", file=sys.stderr, flush=True)
-    except Exception as error:
-        if not loader.locate(error):
-            raise
-        print(loader.users_traceback(error), end="", file=sys.stderr, flush=True)
-    return FAILED
+
+    @functools.wraps(command)
+    def run(words: Sequence[str]) -> int:
+        try:
+            return command(words)
+        except UsageError as error:
+            raise UsageError(fields.shown(loader.explain(error), most=MAX_LINE)) from error
+        except ProgramError as error:
+            print(f"rolecall: {fields.shown(error, most=MAX_LINE)}", file=sys.stderr, flush=True)
+        except Exception as error:
+            if not loader.locate(error):
+                raise
+            print(loader.users_traceback(error), end="", file=sys.stderr, flush=True)
+        return FAILED
+
+    return run
 
 
 def flags(job: Job) -> list[str]:
@@ -144,16 +150,13 @@ def _taken(job: Job, settings: Settings, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _read(path: Path, name: str, without: Collection[str]) -> Snapshot:
-    def whole(snapshot: Snapshot) -> Snapshot:
-        return snapshot.whole(without)
-
     if not path.exists():
         raise UsageError(f"--checkpoint {path}: no such file or directory")
     try:
         if path.is_dir():
-            snapshot = checkpoint.Checkpoints(path, name).newest(whole)
+            snapshot = checkpoint.Checkpoints(path, name).newest(lambda each: each.whole(without))
         else:
-            snapshot = whole(checkpoint.read(path, name))
+            snapshot = checkpoint.read(path, name).whole(without)
     except checkpoint.CheckpointError as error:
         raise UsageError(str(error)) from error
     if snapshot is None:

@@ -1,5 +1,5 @@
 """What the jobs of Rolecall share, and no job of a user's needs: progress, a disk cache, devices, seeds, free memory,
-packages, the standard library.
+packages, packed floats, the standard library.
 
 The only module of the jobs that imports more of Rolecall than its public API.
 """
@@ -22,6 +22,7 @@ from rolecall.context.memory import keep_freed_memory
 from rolecall.context.progress_bar import progress, track
 from rolecall.declare.loader import explain
 from rolecall.machine import free_memory, require_packages
+from rolecall.weights.packing import pack, unpack
 
 __all__ = [
     "cached",
@@ -29,11 +30,13 @@ __all__ = [
     "explain",
     "free_memory",
     "keep_freed_memory",
+    "pack",
     "progress",
     "require_packages",
     "seed_generators",
     "standard_library",
     "track",
+    "unpack",
     "versions",
 ]
 

@@ -17,13 +17,14 @@ from rolecall import machine
 from rolecall.errors import UsageError
 from rolecall.launch import control
 from rolecall.machine import SUPERVISOR
+from rolecall.messages.control import KillRank, ListRanks, ScaleRole
 
 
 def ps(words: Sequence[str]) -> int:
     """Lists the processes of the run."""
     arguments = ps_parser().parse_args(words)
     rows = [("rank", "part", "pid", "state")]
-    for rank in control.ranks(arguments.run):
+    for rank in control.ask(arguments.run, ListRanks()).ranks:
         processes = list[tuple[str, str, str]]()
         if rank.pid and rank.host:
             processes = [(SUPERVISOR, f"{rank.host}:{rank.pid}", "")]
@@ -48,11 +49,11 @@ def ps_parser() -> argparse.ArgumentParser:
 def kill(words: Sequence[str]) -> int:
     """Kills a rank of the run, or a part of it; `rolecall run` starts what was killed again."""
     arguments = kill_parser().parse_args(words)
-    ranks = {rank.name: rank for rank in control.ranks(arguments.run)}
+    ranks = {rank.name: rank for rank in control.ask(arguments.run, ListRanks()).ranks}
     rank = ranks.get(re.sub(r"[ -](?=\d+$)", "_", arguments.rank))
     if rank is None:
         raise UsageError(f"RANK {arguments.rank!r}: no such rank; there are {', '.join(ranks)}")
-    print(f"rolecall: {control.kill(arguments.run, rank.role, rank.ordinal, arguments.part)}")
+    print(f"rolecall: {control.ask(arguments.run, KillRank(rank.role, rank.ordinal, arguments.part)).done}")
     return 0
 
 
@@ -74,7 +75,7 @@ def scale(words: Sequence[str]) -> int:
     role, _, count = arguments.wanted.partition("=")
     if not role or not (count.isascii() and count.isdecimal()):
         raise UsageError(f"ROLE=COUNT {arguments.wanted!r}: is no role and number, such as observer=4")
-    print(f"rolecall: {control.scale(arguments.run, role, int(count))}")
+    print(f"rolecall: {control.ask(arguments.run, ScaleRole(role, int(count))).done}")
     return 0
 
 

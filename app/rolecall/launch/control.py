@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
-import struct
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,10 +17,10 @@ from rolecall.errors import UsageError
 from rolecall.messages.codec import MessageError, decode_line, encode_line
 from rolecall.messages.control import KillRank, ListedRank, ListRanks, Reply, Request, ScaleRole
 from rolecall.observe import targets
+from rolecall.tunnel.local import same_user
 
 REPLY_SECONDS = 10.0  # for a request and its reply
 MAX_REPLY_BYTES = 2**20  # some thousand ranks
-CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
 
 
 class Control:
@@ -49,7 +47,7 @@ class Control:
         try:
             with contextlib.suppress(OSError, ValueError, TimeoutError):  # the client has gone or is slow
                 async with asyncio.timeout(REPLY_SECONDS):
-                    if _user(writer.get_extra_info("socket")) == os.getuid():
+                    if same_user(writer.get_extra_info("socket")):
                         writer.write(encode_line(await self._answer(await reader.readline())))
                         await writer.drain()
         finally:
@@ -71,30 +69,11 @@ class Control:
             return Reply(error=str(error))
 
 
-def _user(peer: socket.socket) -> int:
-    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    return int(CREDENTIALS.unpack(data)[1])
-
-
-def ranks(run: str) -> list[ListedRank]:
-    """The ranks of the local run in the folder `run`. Raises UsageError if none is under way there."""
-    return [*_ask(run, ListRanks()).ranks]
-
-
-def scale(run: str, role: str, count: int) -> str:
-    """Gives `role` of the local run in the folder `run` `count` ranks. Returns what the run does for that. Raises
-    UsageError if that is not possible."""
-    return _ask(run, ScaleRole(role, count)).done
-
-
-def kill(run: str, role: str, ordinal: int, part: str) -> str:
-    """Kills a rank of the run in the folder `run`, or only a `part` of it. Returns what was killed. Raises UsageError
-    if that is not possible."""
-    return _ask(run, KillRank(role, ordinal, part)).done
-
-
-def _ask(run: str, request: Request) -> Reply:
-    path = targets.control_of(Path(run))
+def ask(run: str, request: Request) -> Reply:
+    """The reply of the local run in the folder `run`. Raises UsageError if none is under way there, and for a request
+    that it cannot carry out."""
+    local = targets.run_in(Path(run))
+    path = local.control if local else ""
     if not path:
         raise UsageError(
             f"RUN {run!r}: no `rolecall run` is under way in this folder; one that starts is once it has named its page"
@@ -103,8 +82,8 @@ def _ask(run: str, request: Request) -> Reply:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(REPLY_SECONDS)
             sock.connect(path)
-            if (user := _user(sock)) != os.getuid():
-                raise UsageError(f"RUN {run!r}: belongs to the user {user}, who alone can act on it")
+            if not same_user(sock):
+                raise UsageError(f"RUN {run!r}: belongs to another user, who alone can act on it")
             sock.sendall(encode_line(request))
             with sock.makefile("rb") as file:
                 reply: Reply = decode_line(Reply, file.readline(MAX_REPLY_BYTES))

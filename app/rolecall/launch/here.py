@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -24,18 +23,13 @@ from rolecall.errors import UsageError
 from rolecall.launch import gpu
 from rolecall.messages.hosts import Killed
 from rolecall.rank import descendants
-from rolecall.rank.zygote import Forked, Zygote, ZygoteError
+from rolecall.rank.fork_server import ForkError
+from rolecall.rank.zygote import Forked, Zygote
 
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
 LOCK = "lock"  # in a run's temporary folder
 LEFT = ("fork-server-{}-*", "rolecall-{}-*")  # there, by the process of a rank: what a killed one leaves
 LAST_OUTPUT_SECONDS = 2.0  # seconds for the rest of an ended rank's output
-
-
-def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
-    """TCP ports of 127.0.0.1 on which nothing listens. Raises UsageError if there are too few."""
-    with contextlib.ExitStack() as held:
-        return [held.enter_context(holder).getsockname()[1] for holder in reserve(count, among)]
 
 
 def reserve(count: int, among: Sequence[int]) -> list[socket.socket]:
@@ -104,66 +98,9 @@ def command() -> list[str]:
     return [sys.executable, "-P", "-m", "rolecall", *arguments()]
 
 
-class Process(Protocol):
-    """A started rank. `lost`: its host was lost, and with it how it ended."""
-
-    lost: bool
-
-    @property
-    def pid(self) -> int:
-        """Its number on its machine."""
-
-    @property
-    def returncode(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
-
-    async def wait(self) -> int:
-        """Waits for its exit. Returns the exit code."""
-
-    def drain(self) -> None:
-        """Asks it to leave the job."""
-
-    def kill(self) -> None:
-        """Kills it and all processes below it."""
-
-    async def kill_part(self, part: str) -> Killed:
-        """Kills those that are `part`, or any if that is empty, and does not wait for their ends. Raises UsageError if
-        its machine does not answer."""
-
-
-class Place(Protocol):
-    """Where ranks are started: this machine, or a host. `host` is empty for this machine."""
-
-    host: str
-
-    async def start(
-        self, rank: str, environment: Mapping[str, str], output: int, alone: bool, stopped: asyncio.Event
-    ) -> Process | None:
-        """Starts the rank, which writes to the file descriptor `output`. With `alone` it shares no imports with other
-        ranks. Returns None if `stopped` was set before that was possible."""
-
-
-class Machines(Protocol):
-    """The machines of a run: this one, or hosts."""
-
-    def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
-        """Variables of each new rank alone, by how many GPUs each wants; PORT of rank 0 is one. Raises UsageError."""
-
-    def forget(self, rank: str) -> None:
-        """The rank has ended for good."""
-
-    def place(self, role: str, ordinal: int) -> Place:
-        """Where a new rank is started."""
-
-    def environment(self, folder: Path, token_file: str) -> dict[str, str]:
-        """The variables of all ranks, with the run's `folder` of this machine, and the file in it with its token."""
-
-    def metrics(self, environment: Mapping[str, str]) -> str:
-        """The URL of a rank's metrics for this machine; empty if it reaches none."""
-
-
 class LocalProcess:
-    """A rank's process on this machine, which leads a session, and whose TMPDIR is `temporary`."""
+    """A rank's process on this machine, which leads a session, and whose TMPDIR is `temporary`. `HostedProcess`
+    (host.py) is one on a host, which may be `lost`, and with it how the process ended."""
 
     lost = False
 
@@ -172,30 +109,30 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """See `Process`."""
+        """Its number on its machine."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """See `Process`."""
+        """Its exit code, negative for a signal; None while it runs."""
         return self._process.returncode
 
     async def wait(self) -> int:
-        """See `Process`. Removes what it has left in its TMPDIR."""
+        """Waits for its exit, and removes what it has left in its TMPDIR. Returns the exit code."""
         code = await self._process.wait()
         if self._temporary:
             _remove_left(self._temporary, self.pid)
         return code
 
     def drain(self) -> None:
-        """See `Process`."""
+        """Asks it to leave the job."""
         if self.returncode is None:
             self._process.terminate()
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(self.pid, signal.SIGCONT)  # a stopped one would never take the signal
 
     def kill(self) -> None:
-        """See `Process`."""
+        """Kills it and all processes below it."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(self.pid, signal.SIGSTOP)  # so that it neither replaces what is killed nor logs its end
@@ -206,7 +143,7 @@ class LocalProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     async def kill_part(self, part: str) -> Killed:
-        """See `Process`."""
+        """Kills those that are `part`, or any if that is empty, and does not wait for their ends."""
         there = [] if self.returncode is not None else [*machine.parts(self.pid)]
         chosen = [(name, process) for name, process in there if part in ("", name)]
         for _, process in chosen:  # the supervisor first, so that it starts nothing
@@ -219,7 +156,8 @@ class LocalProcess:
 
 
 class Here:
-    """Ranks on this machine: forks of `zygote`, or processes of their own. Each PORT is one of `ports`."""
+    """Starts ranks on this machine: forks of `zygote`, or processes of their own. Each PORT is one of `ports`. `Hosts`
+    (hosts.py) are other machines."""
 
     host = ""
 
@@ -230,7 +168,7 @@ class Here:
         self._alone = set[str]()  # ranks that the zygote has failed
 
     def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
-        """See `Machines`: the ports, and the visible GPUs."""
+        """Variables of each new rank alone, by how many GPUs each wants: its ports, and its GPUs. Raises UsageError."""
         gpu.require(gpus)
         shares = gpu.share([*self._gpus.values(), *gpus.values()])[len(self._gpus) :]
         # every other one: with TLS=off rank 0 takes the next port too
@@ -243,34 +181,35 @@ class Here:
         ]
 
     def forget(self, rank: str) -> None:
-        """See `Machines`: others may have its ports and GPUs."""
+        """The rank has ended for good: others may have its ports and GPUs."""
         self._gpus.pop(rank, None)
         for holder in self._held.pop(rank, ()):
             holder.close()
 
     def place(self, role: str, ordinal: int) -> Here:
-        """See `Machines`."""
+        """Where a new rank is started."""
         return self
 
     def environment(self, folder: Path, token_file: str) -> dict[str, str]:
-        """See `Machines`."""
+        """The variables of all ranks, with the run's `folder`, and the file in it with its token."""
         token = {"JOB_TOKEN_FILE": token_file} if token_file else {}
         loopback = {"MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1"}
         return config.child_environment(**loopback, **token, TMPDIR=str(folder))
 
     def metrics(self, environment: Mapping[str, str]) -> str:
-        """See `Machines`."""
+        """The URL of a rank's metrics."""
         return f"http://127.0.0.1:{environment['METRICS_PORT']}/metrics"
 
     async def start(
         self, rank: str, environment: Mapping[str, str], output: int, alone: bool, stopped: asyncio.Event
     ) -> LocalProcess | None:
-        """See `Place`."""
+        """Starts the rank, which writes to the file descriptor `output`. With `alone` it shares no imports with other
+        ranks. Returns None if `stopped` was set before that was possible."""
         if self.zygote and not alone and rank not in self._alone:
             try:
                 forked = await asyncio.to_thread(self.zygote.fork, arguments(), environment, output, output)
                 return LocalProcess(forked, Path(environment.get("TMPDIR", "/tmp")))
-            except ZygoteError as error:
+            except ForkError as error:
                 if stopped.is_set():
                     return None
                 self._alone.add(rank)
@@ -296,8 +235,8 @@ async def writer_of(descriptor: int) -> asyncio.StreamWriter:
     return asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
-async def follow(process: Process, output: int, read: Callable[[asyncio.StreamReader], Awaitable[None]]) -> int:
-    """Has `read` read what a process writes, from the file descriptor `output`, until it ends. Returns its exit code.
+async def follow(end: Awaitable[int], output: int, read: Callable[[asyncio.StreamReader], Awaitable[None]]) -> int:
+    """Has `read` read what a process writes, from the file descriptor `output`, until its `end`. Returns its exit code.
 
     It has a pipe of its own: for one of asyncio's, `wait` would wait too.
     """
@@ -307,7 +246,7 @@ async def follow(process: Process, output: int, read: Callable[[asyncio.StreamRe
     )
     # a killed supervisor's orphans keep the pipe open for a moment; only its exit counts
     reader = asyncio.ensure_future(read(stream))
-    code = await process.wait()
+    code = await end
     done, _ = await asyncio.wait({reader}, timeout=LAST_OUTPUT_SECONDS)
     reader.cancel()
     transport.close()

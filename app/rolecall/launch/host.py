@@ -44,7 +44,7 @@ MAX_ERROR_LINES = 50  # of ssh's, before the first message
 
 
 class HostedProcess:
-    """A rank's process on a host, as `Process`. What it writes goes to `output`."""
+    """A rank's process on a host, with the methods of `LocalProcess`. What it writes goes to `output`."""
 
     def __init__(self, rank: str, connection: Connection, output: asyncio.StreamWriter) -> None:
         self.pid = 0
@@ -56,22 +56,22 @@ class HostedProcess:
         self._killing = defaultdict[str, deque[asyncio.Future[Killed]]](deque)
 
     async def wait(self) -> int:
-        """See `Process`."""
+        """See `LocalProcess`."""
         await self._ended.wait()
         return CRASHED if self.returncode is None else self.returncode
 
     def drain(self) -> None:
-        """See `Process`."""
+        """See `LocalProcess`."""
         if self.returncode is None:
             self._connection.send(Drain(self._rank))
 
     def kill(self) -> None:
-        """See `Process`."""
+        """See `LocalProcess`."""
         if self.returncode is None:
             self._connection.send(Kill(self._rank))
 
     async def kill_part(self, part: str) -> Killed:
-        """See `Process`."""
+        """See `LocalProcess`. Raises UsageError if the host does not answer."""
         answer: asyncio.Future[Killed] = asyncio.get_running_loop().create_future()
         self._killing[part].append(answer)
         self._connection.send(KillPart(self._rank, part))
@@ -225,8 +225,8 @@ class Connection:
 
 
 class Host:
-    """Starts ranks on the host `host`, as `Place`, and connects again after a cut. `socket` is of ssh's connection,
-    `job` the run's if it is a built-in one, and `show` displays a line."""
+    """Starts ranks on the host `host`, as `Here` does on this machine, and connects again after a cut. `socket` is of
+    ssh's connection, `job` the run's if it is a built-in one, and `show` displays a line."""
 
     def __init__(self, host: str, python: str, socket: Path, job: str, show: Callable[[str], None]) -> None:
         self.host = host
@@ -276,7 +276,7 @@ class Host:
     async def start(
         self, rank: str, environment: Mapping[str, str], output: int, alone: bool, stopped: asyncio.Event
     ) -> HostedProcess | None:
-        """See `Place`."""
+        """See `Here`."""
         writer = await writer_of(os.dup(output))
         if connection := await self._connected(stopped):
             return connection.add(Start(rank, dict(environment), alone), writer)

@@ -153,7 +153,7 @@ class Hosted:
             while data := await stream.read(CHUNK_BYTES):
                 await self._send(Output(start.rank, data))
 
-        code = await here.follow(process, read, send)
+        code = await here.follow(process.wait(), read, send)
         del self._processes[start.rank]
         await self._send(Ended(start.rank, code))
 

@@ -70,7 +70,7 @@ def _names(option: str, hosts: Sequence[str]) -> tuple[str, ...]:
 
 
 class Hosts:
-    """The hosts of one run, as its `Machines`. `target` is its job."""
+    """The hosts of one run, with the methods of `Here`. `target` is its job."""
 
     def __init__(self, placement: Placement, target: str) -> None:
         self._placement = placement
@@ -138,23 +138,23 @@ class Hosts:
         return hosts[ordinal % len(hosts)] if hosts else self._placement.hosts[self._dealt % len(self._placement.hosts)]
 
     def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
-        """See `Machines`: rank 0's ports; each host decides on the others', and on GPUs."""
+        """See `Here`: rank 0's ports; each host decides on the others', and on GPUs."""
         port, metrics_port = self._ports[self._rank0]
         rank0 = name_of((self.job.roles[0].name, 0))
         ports = {"PORT": str(port), "METRICS_PORT": str(metrics_port)}
         return [ports if rank == rank0 else {} for rank in gpus]
 
     def forget(self, rank: str) -> None:
-        """See `Machines`: hosts notice it."""
+        """See `Here`: hosts notice it."""
 
     def place(self, role: str, ordinal: int) -> Host:
-        """See `Machines`: ranks are dealt out in order, unless their role has hosts of its own."""
+        """See `Here`: ranks are dealt out in order, unless their role has hosts of its own."""
         host = self._hosts[self._host_of(role, ordinal)]
         self._dealt += role not in self._placement.roles
         return host
 
     def environment(self, folder: Path, token_file: str) -> dict[str, str]:
-        """See `Machines`: the settings that are set here; all else is as on the hosts."""
+        """See `Here`: the settings that are set here; all else is as on the hosts."""
         names = {*Settings.model_fields, *(name.lower() for name in self.job.variables)} - {*flags.NO_FLAG}
         given = config.given(name.upper() for name in names - {"job_token_file"})
         token = read_token(Path(token_file)) if token_file else self._job_settings.token
@@ -166,7 +166,7 @@ class Hosts:
         }
 
     def metrics(self, environment: Mapping[str, str]) -> str:
-        """See `Machines`: only rank 0's are forwarded to this machine."""
+        """See `Here`: only rank 0's are forwarded to this machine."""
         if "METRICS_PORT" not in environment or self._page is None:
             return ""
         return f"http://127.0.0.1:{self._page.getsockname()[1]}/metrics"

@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+import aiohttp
 
 from rolecall import config, telemetry
 from rolecall.config import Settings
@@ -20,7 +21,7 @@ from rolecall.declare.describe import Description
 from rolecall.errors import UNSAVED, USAGE, UsageError
 from rolecall.gang.protocol import name_of
 from rolecall.launch.control import Control
-from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, Machines, remove_leftovers, temporary_folder
+from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, remove_leftovers, temporary_folder
 from rolecall.launch.hosts import Hosts
 from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
@@ -37,19 +38,6 @@ ANSWER_SECONDS = 5.0  # for a supervisor to answer
 INFORMED_SECONDS = 1.0  # for the ranks that rank 0 has told of the end to exit
 EXIT_SECONDS = 10.0  # for the other ranks to exit after the first
 CRASH_REPORT_SECONDS = 1.0  # for rank 0 to reply to the report of a crash
-
-
-async def _answers(port: int) -> bool:
-    """Whether the rank's supervisor answers at its METRICS_PORT."""
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(ANSWER_SECONDS):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
-                return bool(await reader.read(1))
-            finally:
-                writer.close()
-    return False
 
 
 async def _wait(
@@ -77,7 +65,7 @@ class LocalRun:
     ) -> None:
         self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
         self._hosts = hosts
-        self._machines: Machines = hosts or Here(zygote)
+        self._machines = hosts or Here(zygote)
         self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
         self._errors: set[str] = set()
         self._seen = set[tuple[str, str]]()  # tracebacks that were shown
@@ -261,12 +249,14 @@ class LocalRun:
 
     async def _frozen(self, rank0: asyncio.Task[int]) -> None:
         """Returns once rank 0 has answered nothing for longer than the others would wait for it, or has ended."""
-        patience = self.settings.lease_seconds + EXIT_SECONDS
+        patience, url = self.settings.lease_seconds + EXIT_SECONDS, self.addresses[0].url
         silent_since = time.monotonic()
-        while not rank0.done() and time.monotonic() < silent_since + patience:
-            if await _answers(urlsplit(self.addresses[0].url).port or 0):
-                silent_since = time.monotonic()
-            await asyncio.sleep(1.0)  # a period
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS)) as session:
+            while not rank0.done() and time.monotonic() < silent_since + patience:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.get(url.removesuffix("metrics") + "healthz"):  # whether it is well or not
+                        silent_since = time.monotonic()
+                await asyncio.sleep(1.0)  # a period
 
     # ---- the control socket
 

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rolecall.gang.protocol import name_of
-from rolecall.launch.here import Here, Place, Process, follow
+from rolecall.launch.here import Here, LocalProcess, follow
+from rolecall.launch.host import Host, HostedProcess
 from rolecall.launch.output import Splitter, Tracebacks
 from rolecall.rank.guard import FINAL_CODES, CrashBackoff
 
@@ -34,15 +35,15 @@ class RankProcess:
         environment: dict[str, str],
         log: Path,
         show: Callable[[str], None],
-        place: Place | None = None,
+        place: Here | Host | None = None,
         crashed: Callable[[str, int], Awaitable[None]] | None = None,
         seen: set[tuple[str, str]] | None = None,
     ) -> None:
         self.role, self.ordinal, self.environment, self.log, self.show = role, ordinal, environment, log, show
         self.name, self.crashed = name_of((role, ordinal)), crashed
         self._seen = set[tuple[str, str]]() if seen is None else seen  # tracebacks that were shown
-        self._place: Place = place or Here()
-        self.process: Process | None = None
+        self._place = place or Here()
+        self.process: LocalProcess | HostedProcess | None = None
         self._stopped = asyncio.Event()
         self.dropped = False  # the run goes on without it
 
@@ -104,7 +105,7 @@ class RankProcess:
                 self.kill()
         finally:
             os.close(write)
-        return await follow(self.process, read, self._read)
+        return await follow(self.process.wait(), read, self._read)
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         """Copies the rank's output to its log and shows its lines."""

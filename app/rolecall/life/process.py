@@ -14,7 +14,7 @@ from rolecall.declare.task import Attachment
 from rolecall.gang.protocol import ALIVE, ATTACHED, Join, LostPeer, Outcome, WorkerState, WorkerStatus
 from rolecall.messages import worker as messages
 from rolecall.record.files import FileWork
-from rolecall.record.history import Record
+from rolecall.record.history import Row
 from rolecall.record.pending_calls import Reported
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -35,10 +35,10 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Keep records of the run's history."""
+class Record:
+    """Record rows of the run's history."""
 
-    records: tuple[Record, ...]
+    rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Kill:
     """Send the process SIGKILL. `exited` follows."""
 
 
-Effect = Fork | Send | Keep | LogStacks | Kill
+Effect = Fork | Send | Record | LogStacks | Kill
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,6 @@ class WorkerLife:
         match message:
             case messages.Report():
                 self._report(message, now)
-            case messages.Records(records):
-                self._effects.append(Keep(records))
             case messages.Loaded():
                 self._move(self.state == "loading", "ready")
             case messages.Connected(generation, join):
@@ -226,7 +224,7 @@ class WorkerLife:
         return self._batch()
 
     def _report(self, report: messages.Report, now: float) -> None:
-        self._effects.append(Keep(report.records))
+        self._effects.append(Record(report.rows))
         if self.phase != report.phase:
             self.phase_since, self._changed = now, True
         self._changed |= self.step == 0 and report.step > 0

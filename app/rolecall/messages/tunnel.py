@@ -46,7 +46,7 @@ class Certificate(NamedTuple):
 
 
 class Announce(Struct, frozen=True, tag="announce"):
-    """Let peers reach the loopback `port`, as `service` or by a name that the answer has."""
+    """Let peers reach the loopback `port`, as `service` or by a name that is the answer."""
 
     port: int
     service: str = ""
@@ -65,13 +65,13 @@ class GetCertificate(Struct, frozen=True, tag="certificate"):
 
 
 class GetTicket(Struct, frozen=True, tag="ticket"):
-    """Asks for a ticket for a connection to `peer`, or the problem."""
+    """Asks for a ticket for a connection to `peer`; the answer may be a `Problem`."""
 
     peer: Destination
 
 
 class Receive(Struct, frozen=True, tag="receive"):
-    """Hand over the connections to `service` by this socket."""
+    """Hand over the connections to `service` by this socket; its name is the answer."""
 
     service: str
 
@@ -79,11 +79,10 @@ class Receive(Struct, frozen=True, tag="receive"):
 Request = Announce | Reach | GetCertificate | GetTicket | Receive
 
 
-class Answer(Struct, frozen=True, omit_defaults=True):
-    """What the request asks for."""
+class Problem(Struct, frozen=True, tag="problem"):
+    """Why there is no ticket."""
 
-    service: str = ""
-    port: int = 0
-    certificate: Certificate | None = None
-    ticket: str = ""
-    problem: str = ""
+    text: str
+
+
+Answer = str | int | Certificate | Problem

@@ -9,28 +9,22 @@ from msgspec import Struct, field
 from rolecall.declare.task import Attachment, Peer
 from rolecall.gang.protocol import Outcome
 from rolecall.record.files import FileWork
-from rolecall.record.history import Record
+from rolecall.record.history import Row
 from rolecall.record.pending_calls import Reported
 
 # ---- from the worker
 
 
 class Report(Struct, frozen=True, tag="report"):
-    """Sent at a fixed period: the newest step, the phase, the history's records since the message before, the calls
-    that have been under way for long, and the work on files that has taken longest.
+    """Sent at a fixed period: the newest step, the phase, the history's rows since the message before, the calls that
+    have been under way for long, and the work on files that has taken longest.
     """
 
     step: int
     phase: str = ""
-    records: tuple[Record, ...] = ()
+    rows: tuple[Row, ...] = ()
     long_calls: tuple[Reported, ...] = ()
     file_work: FileWork | None = None
-
-
-class Records(Struct, frozen=True, tag="records"):
-    """Records of the run's history that a checkpoint depends on."""
-
-    records: tuple[Record, ...]
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):
@@ -115,5 +109,5 @@ class End(Struct, frozen=True, tag="end"):
     """Write what was recorded, and exit."""
 
 
-FromWorker = Report | Records | Loaded | Connected | Detached | PeerLost | DrainRefused | Stuck | Result
+FromWorker = Report | Loaded | Connected | Detached | PeerLost | DrainRefused | Stuck | Result
 ToWorker = Drain | Attach | Update | Detach | RecordTrace | End

@@ -56,7 +56,7 @@ async def ask(
 def _token(target: targets.Target) -> str:
     """The job's token: JOB_TOKEN, or that which `rolecall run` has made for the run in a folder."""
     token = config.load(Settings).token
-    if not token and target.folder and (file := targets.token_of(target.folder)):
+    if not token and target.folder and (run := targets.run_in(target.folder)) and run.token_file:
         with UsageError.wrap(f"the token of the run in {target.folder}", ValueError):
-            token = read_token(Path(file))
+            token = read_token(Path(run.token_file))
     return token

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.config import Settings, __version__
+from rolecall.declare.describe import Description
 from rolecall.gang.protocol import Key
 from rolecall.record import rundir
 from rolecall.record.history import History, Point
@@ -21,7 +22,7 @@ LEFT_OUT = {"job", "job_token", "job_token_file", "role", "ordinal", "rank", "wo
 
 
 def summary(
-    job: str,
+    job: Description,
     settings: dict[str, Any],
     history: History,
     state: str,
@@ -29,20 +30,15 @@ def summary(
     members: Iterable[Key],
     result: dict[str, Any],
     now: float,
-    *,
-    score: str,
-    unit: str,
-    lower: bool,
 ) -> dict[str, Any]:
     """The contents of summary.json, as JSON's types.
 
     `state` is finished, stopped or failed, for `reason`; `members` are those of the last generation; `result` is the
-    job's own summary; `now` is Unix time. `score` labels the curve, if `lower`, a lower score is better;
-    `unit` is that of the work done.
+    job's own summary; `now` is Unix time.
     """
     done, final = history.last.get("done"), history.last.get("score")
     return {
-        "job": job,
+        "job": job.name,
         "state": state,
         "reason": reason,
         "version": __version__,
@@ -59,13 +55,13 @@ def summary(
         "stalled_seconds": {what: round(seconds, 3) for what, seconds in history.stalled.items()},
         "world": dict(Counter(role for role, _ in members)),
         "curve": {
-            "label": score,
+            "label": job.score,
             "final": _value(final),
-            "best": _score(history.least if lower else history.greatest),
+            "best": _score(history.least if job.lower else history.greatest),
             "goal": history.goal,
         },
         "throughput": {
-            "unit": unit,
+            "unit": job.unit,
             "total": _value(done),
             "per_second": _number(history.per_second()),
         },

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import psutil
+from msgspec import Struct
 
 from rolecall import fields
 from rolecall.config import Settings
@@ -71,10 +71,37 @@ def parse(text: str) -> Target:
 # ---- local runs
 
 
+class LocalRun(Struct, frozen=True):
+    """The run in a folder: the process `pid`, which was `created` at that Unix time, its ranks, rank 0 first, the file
+    with the token that was made for it, and its control socket."""
+
+    pid: int
+    created: float
+    ranks: tuple[Address, ...]
+    token_file: str = ""
+    control: str = ""
+
+
+def run_in(directory: Path) -> LocalRun | None:
+    """The run in `directory`; None if there is none, or it has ended, even by a kill."""
+    try:
+        run = msgspec.json.decode((directory / RANKS).read_bytes(), type=LocalRun)
+        is_alive = psutil.Process(run.pid).create_time() == run.created  # else the process ID has been reused
+    except (OSError, ValueError, RecursionError, OverflowError, psutil.Error):
+        return None
+    return run if is_alive else None
+
+
+def ranks_of(directory: Path) -> list[Address]:
+    """The ranks of the run in `directory`; none if it has ended."""
+    run = run_in(directory)
+    return [*run.ranks] if run else []
+
+
 def publish(directory: Path, addresses: list[Address], token_file: str = "", control: str = "") -> bool:
-    """Lists the ranks of the run in `directory`, rank 0 first, the file with its token, and its control socket, valid
-    as long as this process lives. Returns False if another run is under way there. Raises OSError."""
-    if ranks_of(directory):
+    """Writes down this process's run in `directory`: see `LocalRun`. Returns False if another run is under way there.
+    Raises OSError."""
+    if run_in(directory):
         return False
     rewrite(directory, addresses, token_file, control)
     return True
@@ -82,44 +109,8 @@ def publish(directory: Path, addresses: list[Address], token_file: str = "", con
 
 def rewrite(directory: Path, addresses: list[Address], token_file: str = "", control: str = "") -> None:
     """`publish`, for the run that has done so before. Raises OSError."""
-    content = {
-        "pid": os.getpid(),
-        "created": psutil.Process().create_time(),
-        "ranks": [asdict(address) for address in addresses],
-        "token_file": token_file,
-        "control": control,
-    }
-    rundir.write_atomically(directory / RANKS, json.dumps(content, indent=1).encode() + b"\n")
-
-
-def ranks_of(directory: Path) -> list[Address]:
-    """The ranks of the run in `directory`; none if it has ended, even by a kill."""
-    content = _read(directory)
-    try:
-        if psutil.Process(content["pid"]).create_time() != content["created"]:
-            return []  # the process ID has been reused
-        return [Address(str(rank["name"]), str(rank["url"])) for rank in content["ranks"]]
-    except (ValueError, KeyError, TypeError, OverflowError, psutil.Error):
-        return []
-
-
-def token_of(directory: Path) -> str:
-    """The file with the token that was made for the run in `directory`; empty if there is none."""
-    return str(_read(directory).get("token_file", ""))
-
-
-def control_of(directory: Path) -> str:
-    """The control socket of the run in `directory`; empty if no run is under way there."""
-    return str(_read(directory).get("control", "")) if ranks_of(directory) else ""
-
-
-def _read(directory: Path) -> dict[str, Any]:
-    """The contents of RANKS; empty if it is missing or damaged."""
-    try:
-        content = json.loads((directory / RANKS).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    run = LocalRun(os.getpid(), psutil.Process().create_time(), tuple(addresses), token_file, control)
+    rundir.write_atomically(directory / RANKS, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
 
 
 def final_state(directory: Path) -> str:

@@ -10,11 +10,9 @@ endpoints.py       What a rank serves on METRICS_PORT: /metrics, /healthz (liven
 fork_server.py     The process that workers are forked from: it imports torch once, and never uses CUDA or RPC
 guard.py           A container's first process restarts its rank after a crash
 heartbeats.py      A member's heartbeats: posts them to rank 0, hands the answers to the member, and logs
-link.py            A member's connection to the coordinator: posts beats, returns answers
 port.py            Connections at METRICS_PORT, which anybody may open: how many there are at a time
-queries.py         Queries of rank 0 to the supervisors of all ranks, and their replies: statistics, stacks
+queries.py         Queries of rank 0, or of clients, to the supervisors of all ranks, and their replies
 run_files.py       CHECKPOINT_DIR as the coordinator uses it: its lock, the generation's number, DONE, FAILED
-signed_queries.py  POST /v1/ask at rank 0's METRICS_PORT: sends a query to all ranks, for clients
 site.py            The page at rank 0's METRICS_PORT: what it shows now, as HTML, as JSON
 spares.py          A rank's spare workers (SPARES), which take the place of a worker that ends
 stack_dump.py      The stacks of a worker's threads for the log: dumped by the worker itself, or read by py-spy

@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,18 @@ from rolecall.gang.protocol import OVER, Answer, Beat, Effect, Event, Key, Rejec
 from rolecall.messages.codec import decode, encode
 from rolecall.observe.doctor import diagnosis
 from rolecall.rank import endpoints, queries, tasks
+from rolecall.rank.port import Handler
 from rolecall.rank.run_files import LOG_REPEAT_SECONDS, RunFiles
-from rolecall.record.history import Record
 from rolecall.tunnel import keys
+from rolecall.tunnel.rank0 import (
+    CONTENT_TYPE,
+    DOCTOR_PATH,
+    HEARTBEAT_PATH,
+    KEEPALIVE_SECONDS,
+    REPLY_PATH,
+)
 
-PATH = "/v1/heartbeat"
-CONTENT_TYPE = "application/msgpack"
 MAX_BODY_BYTES = 64 * 1024
-KEEPALIVE_SECONDS = 15.0  # a member closes an unused connection after it
 TICK_SECONDS = 0.1
 TICK_REST_FACTOR = 4.0  # times as long as a tick took, until what is reported meanwhile makes the next one
 MAX_REFUSALS_REMEMBERED = 100  # so that a repeated one is not logged at once
@@ -102,7 +106,7 @@ class Coordinator:
         metrics.checkpoint_interval_seconds.set(self.settings.checkpoint_interval)
         names = ",".join(role.name for role in self.job.roles)
         metrics.job_info.labels(self.job.score, self.job.unit, names).set(1)
-        telemetry.begin(metrics.gang_restarts, telemetry.CAUSES)
+        telemetry.init_labels(metrics.gang_restarts, telemetry.CAUSES)
         done = await self.files.open()
         last = self.files.persisted
         self.gang = Gang(
@@ -118,9 +122,11 @@ class Coordinator:
             failed=self.files.failed,
             budget=last.budget,
         )
+        self.files.journal.started = self._begun
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.add_routes([web.post(PATH, self._receive), web.post(queries.PATH, self._receive_reply)])
-        diagnosis.serve(app, self.job, self.settings, self._badge, self._state)
+        app.middlewares.append(self._require_badge)
+        app.add_routes([web.post(HEARTBEAT_PATH, self._receive), web.post(REPLY_PATH, self.queries.receive)])
+        app.add_routes([web.get(DOCTOR_PATH, diagnosis.answer(self.job, self.settings, self._state))])
         # `cleanup` waits for handlers: one whose member has closed the connection must end
         self._runner = web.AppRunner(
             app, access_log=None, keepalive_timeout=2 * KEEPALIVE_SECONDS, handler_cancellation=True
@@ -152,12 +158,10 @@ class Coordinator:
         self.gang.crashed(key, time.monotonic())
         self._pump()
 
-    def record(self, records: Sequence[Record]) -> None:
-        """Takes the records that rank 0's worker sends for the run's history."""
-        for record in records:
-            if record.kind == "start":
-                self.gang.resumed(record.step)
-        self.files.record(records)
+    def _begun(self, step: int) -> None:
+        """Rank 0's worker trains on after `step`."""
+        self.gang.resumed(step)
+        self.files.sinks.start(self.files.journal.size)
 
     def over(self) -> bool:
         """Whether the job is over."""
@@ -265,23 +269,23 @@ class Coordinator:
             case "generation":
                 self.metrics.gang_generations.inc()
                 self.metrics.gang_stays.inc(event.stayed)
-                journal.add(journal.history.keep_workers(event.stayed, number))
+                journal.happened("stayed", number, count=event.stayed)
             case "joined":
                 self.metrics.gang_joins.inc(len(event.joins))
                 for seconds in event.joins:
                     self.metrics.gang_join_seconds.observe(seconds)
-                journal.add(journal.history.add_ranks(len(event.joins), number, event.members))
+                journal.happened("joined", number, reason=event.members, count=len(event.joins))
             case "stopped":
                 self.metrics.gang_restarts.labels(event.cause).inc()
-                journal.add(journal.history.end_generation(event.cause, number, event.reason))
+                journal.happened("ended", number, event.cause, event.reason)
             case "lost":
                 self.metrics.gang_restarts.labels(event.cause).inc()
-                journal.add(journal.history.lose_rank(event.cause, number, event.reason))
+                journal.happened("lost", number, event.cause, event.reason)
             case "finished" | "failed":
-                journal.add(journal.history.end_generation(event.kind, number, event.reason))
+                journal.happened("ended", number, event.kind, event.reason)
             case "recovered":
                 self.metrics.recovery_seconds.observe(event.seconds)
-                journal.add(journal.history.stall("ended", event.seconds))
+                journal.stalled("ended", event.seconds)
         if event.kind == "failed":
             self.log.error("gang failed", **telemetry.cause(event.reason))
         elif event.kind == "given up":
@@ -292,19 +296,15 @@ class Coordinator:
         else:
             self.log.info(f"gang {event.kind}", **event.summary, **event.details())
 
-    def _unauthenticated(self, http_request: web.Request) -> web.Response | None:
+    @web.middleware
+    async def _require_badge(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """With TLS=off, refuses a request without the badge."""
-        badge = http_request.headers.get("Authorization", "").removeprefix("Bearer ")
+        badge = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self._badge and not hmac.compare_digest(badge.encode(), self._badge.encode()):
-            return self._refuse(401, "token", f"{http_request.remote}: JOB_TOKEN does not match")
-        return None
-
-    async def _receive_reply(self, http_request: web.Request) -> web.Response:
-        return self._unauthenticated(http_request) or await self.queries.receive(http_request)
+            return self._refuse(401, "token", f"{request.remote}: JOB_TOKEN does not match")
+        return await handler(request)
 
     async def _receive(self, http_request: web.Request) -> web.Response:
-        if refusal := self._unauthenticated(http_request):
-            return refusal
         try:
             async with asyncio.timeout(self.settings.lease_seconds):
                 body = await http_request.read()

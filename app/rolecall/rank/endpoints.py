@@ -21,6 +21,7 @@ from rolecall.errors import UsageError
 from rolecall.rank.port import Port
 
 MAX_DESCRIPTORS = 65536
+KEEPALIVE_SECONDS = 30.0  # without a request; scrapes are more frequent
 SCRAPE_HEADER = "X-Prometheus-Scrape-Timeout-Seconds"  # a header that only Prometheus sends
 MAX_REST_SECONDS = 1.0  # seconds between two encodings of metrics
 MAX_CPU_SHARE = 0.1  # of one core for them, at most
@@ -122,13 +123,14 @@ async def serve(
     runner = web.AppRunner(
         app,
         access_log=None,
-        keepalive_timeout=30,  # seconds; scrapes are more frequent
+        keepalive_timeout=KEEPALIVE_SECONDS,
         shutdown_timeout=1.0,  # long requests are cut off when the rank ends
     )
     await runner.setup()
     host = settings.metrics_bind_addr or settings.bind_addr
     with _unusable(host, settings.metrics_port, "METRICS_PORT"):
-        await port.listen(runner, host, settings.metrics_port)
+        assert runner.server is not None
+        await port.listen(runner.server, host, settings.metrics_port)
     return runner
 
 

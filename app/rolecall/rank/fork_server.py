@@ -1,4 +1,5 @@
-"""The process that workers are forked from: it imports torch once, and never uses CUDA or RPC."""
+"""The process that workers are forked from: it imports torch once, and never uses CUDA or RPC. The zygote of `rolecall
+run`, from which ranks are forked, is one too."""
 
 from __future__ import annotations
 
@@ -12,10 +13,13 @@ import os
 import select
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import resource_tracker  # undocumented: `ensure_running`, so that it starts with SIGINT blocked
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +43,21 @@ spared = set[int]()  # children of this process that `end` does not kill
 # by `_keep_alive_fd`), `_forkserver_authkey` (from Python 3.14 on; set by `start_as_fork`), and `main` (run by
 # `start_as_fork`, if it has no other parameters than MAIN_PARAMETERS, of which later releases have added the last two).
 _server: Any = multiprocessing.forkserver._forkserver
-_preload = [ADOPTING]  # of a fork server of workers
 _imported: list[str] = []  # by the running fork server
 _alive_fd = -1  # the fork server runs while this process has it open
 _workers = set[int]()  # process IDs of the workers that have not ended
-_forking = threading.Lock()  # held until a new worker is in `_workers`, and by `clear`
+lock = threading.Lock()  # held until a new process is in `_workers`, by `clear`, and to read an exit code
 _forked = 0  # the process ID of a fork server that has forked, and so has finished its imports
+
+
+@dataclass
+class Kind:
+    """A kind of fork server: it imports `preload`. If it is `isolated`, no module of the working directory replaces one
+    of a library; once it is `retired`, it is not started any more."""
+
+    preload: Sequence[str]
+    isolated: bool = False
+    retired: bool = False
 
 
 class ForkError(Exception):
@@ -55,34 +68,48 @@ class ForkError(Exception):
         self.killed = killed
 
 
-def prepare_imports() -> None:
-    """Sets the variables that torch reads when it is imported."""
+_of_workers = Kind([ADOPTING])
+
+
+def prepare(preload: Sequence[str], imported: bool = False) -> None:
+    """Starts the fork server of a rank's workers, as `begin` does."""
+    _of_workers.preload = [ADOPTING, MAIN, *preload]
+    begin(_of_workers, imported)
+
+
+def begin(kind: Kind, imported: bool = False, withheld: Sequence[int] = ()) -> None:
+    """Starts the fork server unless it runs: as a fork of this process, without its file descriptors `withheld`, if
+    that has `imported` torch and has one thread. Raises UsageError if TMPDIR cannot hold its socket.
+    """
     # torch warns of every peer that ends; and `set_num_threads` affects the calling thread, not RPC's threads
     config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
-
-
-def prepare(preload: tuple[str, ...], imported: bool = False) -> None:
-    """Starts the fork server unless it runs: as a fork of this process if that has `imported` torch and has one thread.
-    Raises UsageError if TMPDIR cannot hold its socket.
-    """
-    global _preload
-    prepare_imports()
-    _preload = [ADOPTING, MAIN, *preload]
-    with checked_tmpdir():
-        if imported:
-            start_as_fork(_preload)
-        else:
-            ensure_running(_preload)
+    try:
+        with _shielded(kind.isolated):
+            if imported:
+                start_as_fork(kind.preload, withheld)
+            else:
+                ensure_running(kind.preload)
+    except OSError as error:  # the path of a socket, which is in TMPDIR, has at most 107 characters
+        raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
 
 
 @contextlib.contextmanager
-def checked_tmpdir() -> Iterator[None]:
-    """Raises UsageError for an OSError of the start: the path of a socket, which is in TMPDIR, has at most 107
-    characters."""
+def _shielded(isolated: bool) -> Iterator[None]:
+    """Within the block, a fork server that starts takes no SIGINT before it ignores that. The path of an isolated one
+    does not begin with the working directory: it goes by the variable, and in later releases of Python by the path of
+    this process.
+    """
+    resource_tracker.ensure_running()  # before the fork server, which unblocks SIGINT once it ignores it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    here = isolated and not sys.flags.safe_path and sys.path[:1] in ([""], [str(Path.cwd())])
+    first = sys.path[:1] if here else []
+    del sys.path[: len(first)]
     try:
-        yield
-    except OSError as error:
-        raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
+        with config.exported_for_a_moment(**({"PYTHONSAFEPATH": "1"} if isolated else {})):
+            yield
+    finally:
+        sys.path[:0] = first
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_as_fork(preload: Sequence[str], withheld: Sequence[int] = ()) -> None:
@@ -172,41 +199,56 @@ def has_forked() -> bool:
     return _forked != 0 and _forked == server_pid()
 
 
-def _start(process: Any) -> None:
-    with _forking:
-        ensure_running(_preload)
-        process.start()
-        _workers.add(process.pid)
-
-
-async def fork(process: Any, limit: float) -> None:
-    """Starts `process`. Raises ForkError. If the fork server does not answer for `limit` seconds, it is killed, and the
-    next fork starts another one.
+def start(process: Any, limit: float, kind: Kind = _of_workers) -> None:
+    """Starts `process`, and the fork server of that kind if it does not run. Raises ForkError. If that does not answer
+    for `limit` seconds, in which this process is not suspended, it is killed, and the next start starts another one.
     """
     global _forked
-    # in a thread: the first fork waits for the imports
-    forking = asyncio.ensure_future(asyncio.to_thread(_start, process))
-    # the caller may be cancelled
-    forking.add_done_callback(lambda done: done.cancelled() or done.exception())
-    answered = await within(forking, limit)
-    if not answered:
-        await kill_server()  # the thread reads the end of its pipe then
-    try:
-        await forking
-    except (OSError, EOFError) as error:
-        if not answered:
-            raise ForkError(f"the fork server did not answer for {limit:g} s") from error
-        number = await asyncio.to_thread(_killed_by)
-        if number:
-            problem = f"the fork server was killed by {signal.Signals(number).name}"
-        else:
-            problem = str(error) or type(error).__name__
-        raise ForkError(problem, number == signal.SIGKILL) from error
-    _forked = server_pid()
+    answered, late = threading.Event(), threading.Event()
+    threading.Thread(target=_limit, args=(limit, answered, late), daemon=True).start()
+    with lock:
+        try:
+            _require(kind)
+            process.start()  # waits for the imports
+        except (OSError, EOFError) as error:
+            number = _killed_by()
+            if late.is_set():
+                raise ForkError(f"the fork server did not answer for {limit:g} s") from error
+            if number:
+                problem = f"the fork server was killed by {signal.Signals(number).name}"
+            else:
+                problem = str(error) or type(error).__name__
+            raise ForkError(problem, number == signal.SIGKILL) from error
+        finally:
+            answered.set()
+        _workers.add(process.pid)
+        _forked = server_pid()
+
+
+def _limit(limit: float, answered: threading.Event, late: threading.Event) -> None:
+    """Kills the fork server unless it has `answered` within `limit` seconds."""
+    left = limit
+    while left > 0:
+        if answered.wait(min(left, SLICE_SECONDS)):
+            return
+        left -= SLICE_SECONDS
+    late.set()
+    signal_server(signal.SIGKILL)  # who waits for it reads the end of its pipe then
+
+
+def _require(kind: Kind) -> None:
+    """Starts the fork server unless it runs. Raises OSError if that is not possible, or if it has retired."""
+    if not kind.retired:
+        with _shielded(kind.isolated):
+            ensure_running(kind.preload)
+    if kind.retired:  # meanwhile, too
+        signal_server(signal.SIGKILL)
+        raise OSError("the fork server has ended")
 
 
 def _killed_by() -> int:
-    """The signal that has ended the fork server, whose connection broke; 0 for an exit."""
+    """Waits for the end of the fork server, whose connection broke: until then it appears to run. Returns the signal
+    that has ended it; 0 for an exit, and if it runs or there is none."""
     try:
         pidfd = os.pidfd_open(server_pid())
     except OSError:  # there is none
@@ -215,22 +257,13 @@ def _killed_by() -> int:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         poll.poll(1000 * KILL_SECONDS)
-        # not reaped: the next fork does that
+        # not reaped: the next start does that
         status = os.waitid(os.P_PID, server_pid(), os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:  # reaped already
         return 0
     finally:
         os.close(pidfd)
     return status.si_status if status and status.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else 0
-
-
-async def kill_server() -> None:
-    """Kills the fork server and waits for its exit: until then it appears to run."""
-    if server := server_pid():
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(server, signal.SIGKILL)
-            exited = asyncio.to_thread(os.waitid, os.P_PID, server, os.WEXITED | os.WNOWAIT)
-            await within(asyncio.ensure_future(exited), KILL_SECONDS)
 
 
 def server_pid() -> int:
@@ -242,13 +275,19 @@ def clear(ended: int) -> None:
     """Kills what the worker `ended` has left behind: all processes below the fork server but the other workers and what
     is below them. If a fork takes longer than KILL_SECONDS, what is left is for the next call."""
     _workers.discard(ended)
-    if not _forking.acquire(timeout=KILL_SECONDS):
+    if not lock.acquire(timeout=KILL_SECONDS):
         return
     try:
         if server := server_pid():
             descendants.kill(server, frozenset(_workers))
     finally:
-        _forking.release()
+        lock.release()
+
+
+def retire(kind: Kind) -> None:
+    """Kills the fork server, also one that starts now, and lets it have no successor."""
+    kind.retired = True
+    signal_server(signal.SIGKILL)
 
 
 def end() -> None:

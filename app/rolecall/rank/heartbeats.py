@@ -1,7 +1,7 @@
 """A member's heartbeats: posts them to rank 0, hands the answers to the member, and logs that rank 0 is silent.
 
-The way of a heartbeat: `Member.beat` → `Link.post` → `codec.encode` → HTTP → `Coordinator._receive`; and back:
-`codec.decode` → `Member.answered` → `Supervisor`, which carries out the directive.
+The way of a heartbeat: `Member.beat` → `CoordinatorClient.post` → `codec.encode` → HTTP → `Coordinator._receive`; and
+back: `codec.decode` → `Member.answered` → `Supervisor`, which carries out the directive.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rolecall.config import Settings
 from rolecall.errors import CRASHED, USAGE, UsageError
 from rolecall.gang.member import RETRY_SECONDS, Member
 from rolecall.gang.protocol import Answer, Directive
-from rolecall.rank.link import Link, UntrustedRank0Error
 from rolecall.rank.queries import Replies
 from rolecall.rank.worker_manager import WorkerManager
+from rolecall.tunnel.rank0 import CoordinatorClient, UntrustedRank0Error
 
 LOG_REPEAT_SECONDS = 30.0
 
@@ -42,26 +42,26 @@ class Heartbeats:
         self._replies, self._changed = replies, changed
         self._log, self._logged_at = telemetry.log(), 0.0
 
-    async def exchange(self, link: Link) -> AsyncIterator[Directive | None]:
-        """Sends heartbeats by `link` until the member is over. After each answer, and each failure, yields the
+    async def exchange(self, client: CoordinatorClient) -> AsyncIterator[Directive | None]:
+        """Sends heartbeats by `client` until the member is over. After each answer, and each failure, yields the
         directive that the member had before."""
         member = self._member
         while not member.over:
             self._changed.clear()
             beat, sent_at = member.beat(self._workers.status()), time.monotonic()
-            post = asyncio.create_task(link.post(beat))
+            post = asyncio.create_task(client.post(beat))
             change = asyncio.create_task(self._changed.wait())
             try:
                 await asyncio.wait({post, change}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 change.cancel()
-                outdated = link.outdate(post)  # it waits for another directive: a newer heartbeat goes out at once
+                outdated = client.outdate(post)  # it waits for another directive: a newer heartbeat goes out at once
             if outdated:
-                post.add_done_callback(functools.partial(self._take_late_answer, link, sent_at))
+                post.add_done_callback(functools.partial(self._take_late_answer, client, sent_at))
                 continue
             error, previous = post.exception(), member.directive
             if error is None:
-                self._replies.take(post.result().queries, link.reply)
+                self._replies.take(post.result().queries, client.reply)
                 if not member.answered(beat, sent_at, post.result(), time.monotonic()):
                     error = TimeoutError("the answer came too late")
                 elif member.abandoned:
@@ -77,10 +77,10 @@ class Heartbeats:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), RETRY_SECONDS)
 
-    def _take_late_answer(self, link: Link, sent_at: float, post: asyncio.Task[Answer]) -> None:
+    def _take_late_answer(self, client: CoordinatorClient, sent_at: float, post: asyncio.Task[Answer]) -> None:
         """An outdated heartbeat has ended. If changes come faster than answers, there are no other answers."""
         if not post.cancelled() and post.exception() is None:
-            self._replies.take(post.result().queries, link.reply)
+            self._replies.take(post.result().queries, client.reply)
             self._member.heard(sent_at, post.result(), time.monotonic())
 
     def _fail(self, error: BaseException) -> None:

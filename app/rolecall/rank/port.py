@@ -1,14 +1,13 @@
 """Connections at METRICS_PORT, which anybody may open: how many there are at a time, and how fast they are served.
 
 They share the supervisor's event loop with the heartbeats, and the machine with the training. So connections and
-requests are taken at a fixed rate, however many come; those beyond it wait.
+requests are taken at a fixed rate, however many come; those beyond it wait. aiohttp closes a connection on which no
+request arrives within its keep-alive time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import os
 import resource
 import socket
@@ -24,9 +23,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_CONNECTIONS = 128
 REQUEST_INTERVAL_SECONDS = 0.005  # seconds from one request to the next
 ACCEPT_INTERVAL_SECONDS = 0.002  # seconds from one connection to the next
-REQUEST_ARRIVAL_SECONDS = 10.0  # seconds from a connection to its first request's last header
-LOG_REPEAT_SECONDS = 60.0  # seconds between two log lines about the same problem
-OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+PROBLEM_SECONDS = 1.0  # seconds from a connection that cannot be taken to the next
+LOG_REPEAT_SECONDS = 60.0  # seconds between two log lines about that
 
 
 class Port:
@@ -35,25 +33,21 @@ class Port:
     def __init__(self, app: web.Application, most: int = 0) -> None:
         self._most = most or min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._asked_at = dict[RequestHandler, float]()  # of each connection: its last request, or its beginning
-        self._new = set[RequestHandler]()  # those without a request
         self._serving = set[RequestHandler]()
         self._next = 0.0  # when the next request is served
-        self._idle = asyncio.Event()  # a connection has been served, or has ended
         self._tasks: list[asyncio.Task[None]] = []
-        self._problems, self._warned_at = 0, float("-inf")
+        self._warned_at = float("-inf")
         app.middlewares.append(self._pace)
         app.on_shutdown.append(self._close)
 
-    async def listen(self, runner: web.AppRunner, host: str, port: int) -> None:
-        """Serves `runner`, whose application this one's is, on every address if `host` is empty. Raises OSError."""
-        assert runner.server is not None
-        bound = await asyncio.get_running_loop().create_server(runner.server, host or None, port, start_serving=False)
+    async def listen(self, server: web.Server, host: str, port: int) -> None:
+        """Serves the application by `server`, on every address if `host` is empty. Raises OSError."""
+        bound = await asyncio.get_running_loop().create_server(server, host or None, port, start_serving=False)
         for sock in bound.sockets:
             listener = socket.socket(fileno=os.dup(sock.fileno()))
             listener.listen(1024)
-            self._tasks.append(asyncio.create_task(self._accept_forever(listener, runner.server)))
-        await _Site(runner, bound).start()
-        self._tasks.append(asyncio.create_task(self._close_late_forever()))
+            self._tasks.append(asyncio.create_task(self._accept_forever(listener, server)))
+        bound.close()  # the copies listen
 
     async def _close(self, _: web.Application) -> None:
         for task in self._tasks:
@@ -64,60 +58,39 @@ class Port:
         loop = asyncio.get_running_loop()
         with listener:
             while True:
-                await self._make_room()
+                while not self._has_room():  # noqa: ASYNC110 connections end at any moment
+                    await asyncio.sleep(ACCEPT_INTERVAL_SECONDS)
                 try:
                     connection, _ = await loop.sock_accept(listener)
                     _, protocol = await loop.connect_accepted_socket(server, connection)
-                except OSError as error:
-                    self._warn(error)
-                    await asyncio.sleep(1.0 if error.errno in OUT_OF_DESCRIPTORS else ACCEPT_INTERVAL_SECONDS)
+                except OSError as error:  # no file is left, or it is gone already
+                    if time.monotonic() - self._warned_at > LOG_REPEAT_SECONDS:
+                        self._warned_at = time.monotonic()
+                        telemetry.log().warning("METRICS_PORT: a connection cannot be taken", problem=error.strerror)
+                    await asyncio.sleep(PROBLEM_SECONDS)
                     continue
                 self._asked_at[protocol] = time.monotonic()
-                self._new.add(protocol)
                 await asyncio.sleep(ACCEPT_INTERVAL_SECONDS)
 
-    async def _make_room(self) -> None:
-        """Waits until there is room for a connection: closes one that is not being served."""
-        while True:
-            self._forget_ended()
-            if len(self._asked_at) < self._most:
-                return
-            idle = self._asked_at.keys() - self._serving
-            if idle:
-                self._abort(min(idle, key=self._asked_at.__getitem__))
-                return
-            self._idle.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), 1.0)  # one may have ended without a word
-
-    async def _close_late_forever(self) -> None:
-        """Closes connections whose first request does not arrive."""
-        while True:
-            await asyncio.sleep(1.0)
-            self._forget_ended()
-            now = time.monotonic()
-            for protocol in [each for each in self._new if now - self._asked_at[each] > REQUEST_ARRIVAL_SECONDS]:
-                self._abort(protocol)
-
-    def _forget_ended(self) -> None:
-        for protocol in [each for each in self._asked_at if each.transport is None]:
-            self._forget(protocol)
-
-    def _abort(self, protocol: RequestHandler) -> None:
-        if protocol.transport:
-            protocol.transport.abort()
-        self._forget(protocol)
-
-    def _forget(self, protocol: RequestHandler) -> None:
-        self._asked_at.pop(protocol, None)
-        self._new.discard(protocol)
+    def _has_room(self) -> bool:
+        """Whether there is room for a connection, perhaps because one was closed that was not being served."""
+        for ended in [each for each in self._asked_at if each.transport is None]:
+            del self._asked_at[ended]
+        if len(self._asked_at) < self._most:
+            return True
+        idle = self._asked_at.keys() - self._serving
+        if idle:
+            oldest = min(idle, key=self._asked_at.__getitem__)
+            del self._asked_at[oldest]
+            if oldest.transport:
+                oldest.transport.abort()
+        return bool(idle)
 
     @web.middleware
     async def _pace(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         protocol, now = request.protocol, time.monotonic()
         if protocol in self._asked_at:  # and was not given up just now
             self._asked_at[protocol] = now
-        self._new.discard(protocol)
         self._serving.add(protocol)
         try:
             at = max(now, self._next)
@@ -126,30 +99,3 @@ class Port:
             return await handler(request)
         finally:
             self._serving.discard(protocol)
-            self._idle.set()
-
-    def _warn(self, error: OSError) -> None:
-        """Logs a problem with a connection: one line and a count, since anybody can cause many."""
-        self._problems += 1
-        now = time.monotonic()
-        if now - self._warned_at > LOG_REPEAT_SECONDS:
-            telemetry.log().warning(
-                "METRICS_PORT: a connection cannot be taken", problem=error.strerror or str(error), times=self._problems
-            )
-            self._warned_at, self._problems = now, 0
-
-
-class _Site(web.BaseSite):
-    """What the runner knows of the listeners: it says their addresses, and closes them."""
-
-    def __init__(self, runner: web.AppRunner, bound: asyncio.Server) -> None:
-        super().__init__(runner)
-        self._bound = bound
-
-    @property
-    def name(self) -> str:
-        return "METRICS_PORT"
-
-    async def start(self) -> None:
-        await super().start()
-        self._server = self._bound

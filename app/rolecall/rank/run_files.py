@@ -6,10 +6,10 @@ All of its work is done by one thread, in order: while the disk hangs, heartbeat
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,9 +27,8 @@ from rolecall.observe import report
 from rolecall.observe.page import render
 from rolecall.observe.sinks.build import build
 from rolecall.record import rundir
-from rolecall.record.disk import Disk
-from rolecall.record.history import Record
-from rolecall.record.journal import Journal
+from rolecall.record.files import Disk
+from rolecall.record.history import Journal
 
 LOG_REPEAT_SECONDS = 10.0  # seconds between two equal log lines
 CLOSE_SECONDS = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
@@ -64,16 +63,16 @@ class RunFiles:
         self.job, self.settings, self.node = job, settings, node
         self.directory = settings.checkpoint_dir
         self.log = telemetry.log()
-        self.persisted = rundir.Persisted()
+        self.persisted = rundir.Persisted(0, "", ())
         self.journal: Journal
         self.disk = Disk(self.directory)
         self.failed: Verdict | None = None  # the verdict of an earlier run, which holds
+        self.summary: dict[str, Any] | None = None  # of a run that is over, once it is on disk
         values = report.settings_of(settings, job.settings)
         self.sinks = build(settings, job.name, values, job.secrets)
         self._logged_at = float("-inf")
         self._lock: FileLock | None = None
         self._lock_file: os.stat_result  # its file
-        self._trained = False  # by this process
         self._unsaved: list[str] = []  # of a finished job's result: what is not on disk
 
     async def open(self) -> dict[str, Any] | None:
@@ -111,7 +110,7 @@ class RunFiles:
                 f"delete {directory / rundir.DONE}",
                 directory=str(directory),
             )
-        self.journal = Journal(directory, self.disk)
+        self.journal = Journal(directory, self.disk, self._complain)
         # a new run also finds out, before training, whether the directory can be written
         must = persisted.number == 0 or not settings.resume
         self._write_generation(persisted.number, persisted.members, persisted.budget, must)
@@ -185,7 +184,7 @@ class RunFiles:
         aside = rundir.set_aside(directory, earlier.number, self.settings.lease_seconds)
         if aside:
             self.log.info("starting anew; an earlier run's checkpoints were moved", to=str(aside))
-        return rundir.Persisted(earlier.number, self.job.name)
+        return rundir.Persisted(earlier.number, self.job.name, ())
 
     async def persist(self, effect: Effect) -> bool:
         """Puts `effect` on disk; returns whether it is there. Raises UsageError as `watch_lock` does."""
@@ -236,11 +235,9 @@ class RunFiles:
         self.persisted = persisted
         return True
 
-    def record(self, records: Sequence[Record]) -> None:
-        """Adds the records that rank 0's worker sends to the run's history."""
-        self._trained = True
-        self.journal.add(self.journal.history.record(records))
-        self.sinks.record(records)
+    def _complain(self, problem: str) -> None:
+        file = str(self.directory / rundir.HISTORY)
+        self.log.warning("the run's history cannot be written; training continues", file=file, problem=problem)
 
     async def report(self, gang: Gang, code: int, page: Page | None = None) -> int:
         """Writes the summary and the `page` of a run that ends with `code`. Returns the exit
@@ -258,18 +255,16 @@ class RunFiles:
         try:
             async with asyncio.timeout(SAVE_RETRY_SECONDS if finished else CLOSE_SECONDS):
                 # nor for one that finished and was reported before
-                if (
-                    not self._trained
-                    and not self._unsaved
-                    and (not over or await self.disk.run(self._is_reported, state))
-                ):
-                    return code
+                if not self.journal.trained and not self._unsaved:
+                    self.summary = await self.disk.run(self._read_report, state) if over else None
+                    if self.summary or not over:
+                        return code
                 summary = None
                 if trained:
-                    self.journal.add(history.close())
-                    job, settings = self.job, report.settings_of(self.settings, self.job.settings)
+                    self.journal.finish()
+                    settings = report.settings_of(self.settings, self.job.settings)
                     summary = report.summary(
-                        job.name,
+                        self.job,
                         settings,
                         history,
                         state,
@@ -277,9 +272,6 @@ class RunFiles:
                         members=gang.generation.members,
                         result=gang.summary,
                         now=time.time(),
-                        score=job.score,
-                        unit=job.unit,
-                        lower=job.lower,
                     )
                     if finished:
                         self._unsaved += [rundir.SUMMARY, rundir.HISTORY]  # until they are written
@@ -287,6 +279,7 @@ class RunFiles:
                     if not finished:
                         raise OSError(problem)
                     await asyncio.sleep(RETRY_SECONDS)
+                self.summary = summary
                 if page and summary:
                     missing = rundir.PAGE
                     await self.disk.run(render.write, directory, page(summary))
@@ -333,13 +326,14 @@ class RunFiles:
     def _is_saved(self, name: str) -> None:
         self._unsaved = [lost for lost in self._unsaved if lost != name]
 
-    def _is_reported(self, state: str) -> bool:
-        """Whether the report of a run that ended in `state` is there, not that of an earlier one."""
-        try:
-            summary = json.loads((self.directory / rundir.SUMMARY).read_text())
-            return bool(summary["state"] == state) and (self.directory / rundir.PAGE).exists()
-        except (OSError, ValueError, KeyError, TypeError):
-            return False  # it is written again
+    def _read_report(self, state: str) -> dict[str, Any] | None:
+        """The summary of a run that ended in `state`, if its report is there, and not that of an earlier one. Otherwise
+        it is written again."""
+        summary = None
+        with contextlib.suppress(OSError):
+            summary = rundir.read_summary(self.directory)
+        is_there = summary and summary.get("state") == state and (self.directory / rundir.PAGE).exists()
+        return summary if is_there else None
 
     async def close(self, ended: Budget | None) -> None:
         """Releases the directory; `ended` is what was spent without progress in a run that ended in order. While a

@@ -6,7 +6,6 @@ Like the metrics, it needs no authentication. Ranks are queried for statistics o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from typing import Any
@@ -21,11 +20,10 @@ from rolecall.messages.queries import ReadStacks, ReadStats
 from rolecall.observe import report
 from rolecall.observe.page import render, state
 from rolecall.observe.page.rates import Rates
-from rolecall.observe.page.state import GangView, MemberView, Titles
+from rolecall.observe.page.state import GangView, MemberView
 from rolecall.observe.stacks import stack_report
 from rolecall.rank import tasks
 from rolecall.rank.coordinator import Coordinator
-from rolecall.record import rundir
 
 MAX_WATCHERS = 32
 EVENT_SECONDS = 1.0  # seconds between two events
@@ -45,9 +43,6 @@ class Site:
         self.job, self.settings, self._is_rank0 = job, settings, is_rank0
         self.coordinator: Coordinator | None = None
         self.rates = Rates()
-        self._titles = Titles(
-            job.name, job.summary, score=job.score, unit=job.unit, lower=job.lower, version=job.version
-        )
         self._values = report.settings_of(settings, job.settings)
         self._watchers = set[asyncio.Task[None]]()
         self._interest = float("-inf")  # when somebody read the JSON
@@ -55,9 +50,8 @@ class Site:
         self._sections: Sections = {}
         self._news = asyncio.Event()  # replaced with each new state
         self._loops = dict[str, asyncio.Task[None]]()
-        self._summary: dict[str, Any] | None = None
         self._closing = False
-        self._recent: tuple[float, dict[str, Any]] | None = None  # a state, and when it was built
+        self._shown, self._shown_at = dict[str, Any](), float("-inf")  # the newest state, and when it was made
 
     def start(self, coordinator: Coordinator) -> None:
         """Shows the gang of `coordinator`."""
@@ -83,9 +77,6 @@ class Site:
         self._closing = True
         await tasks.cancel(self._loops.values())
         if self._watchers and self.coordinator:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await self._read_summary()
             self._publish()
             await asyncio.wait(self._watchers, timeout=CLOSE_SECONDS)
         await tasks.cancel({*self._watchers})
@@ -113,23 +104,20 @@ class Site:
         )
         history = self.coordinator.files.journal.history
         return state.of_gang(
-            self._titles,
-            self.job.roles,
+            self.job,
             view,
             history,
             self.rates,
             settings=self._values,
             now=time.time(),
-            summary=self._summary,
+            summary=self.coordinator.files.summary,
         )
 
     def _shared(self) -> dict[str, Any]:
         """The state of the last second: repeated requests share one."""
-        now = time.monotonic()
-        if self._recent is None or now - self._recent[0] >= EVENT_SECONDS:
-            shown = self.state()
-            self._recent = time.monotonic(), shown
-        return self._recent[1]
+        if time.monotonic() - self._shown_at >= EVENT_SECONDS:
+            self._publish()
+        return self._shown
 
     def final(self, summary: dict[str, Any]) -> dict[str, Any]:
         """What the page shows of the run that has ended as `summary` says."""
@@ -137,8 +125,8 @@ class Site:
 
     def _publish(self) -> None:
         """Makes the state of this moment the newest one, and wakes the watchers."""
-        shown = self.state()
-        self._sections = {name: json.dumps(value, allow_nan=False).encode() for name, value in shown.items()}
+        self._shown, self._shown_at = self.state(), time.monotonic()
+        self._sections = {name: json.dumps(value, allow_nan=False).encode() for name, value in self._shown.items()}
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -169,9 +157,7 @@ class Site:
     async def _ask_forever(self) -> None:
         assert self.coordinator is not None
         while self._watched:
-            if self.coordinator.gang.state in OVER:
-                await self._read_summary()
-            else:
+            if self.coordinator.gang.state not in OVER:
                 here = sorted(self.coordinator.gang.members)
                 self._asked = self._asked if self._asked < len(here) else 0
                 some = here[self._asked : self._asked + MAX_RANKS_PER_QUERY]
@@ -180,17 +166,6 @@ class Site:
                     await self.coordinator.queries.ask(ReadStats(), to=some, timeout=STATS_SECONDS), set(here)
                 )
             await asyncio.sleep(STATS_SECONDS)
-
-    async def _read_summary(self) -> None:
-        """Reads how the run went, once that is on disk."""
-        assert self.coordinator is not None
-        if self._summary is None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there yet
-                path, history = self.settings.checkpoint_dir / rundir.SUMMARY, self.coordinator.files.journal.history
-                summary = dict(json.loads(await self.coordinator.files.disk.run(path.read_text)))
-                # not that of an earlier end
-                if (summary["state"], summary["generations"]) == (self.coordinator.gang.state, history.generations):
-                    self._summary = summary
 
     # ---- requests
 

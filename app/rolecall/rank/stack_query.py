@@ -11,15 +11,15 @@ import json
 import linecache
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from msgspec.structs import replace
+
+from rolecall.observe.stacks.threads import Call, Frame, Rank, State, Thread
 from rolecall.rank import stack_dump
 from rolecall.rank.threads import look, state
 from rolecall.rank.worker_process import WorkerProcess
-from rolecall.record.disk import Disk
-from rolecall.record.stacks import State
+from rolecall.record.files import Disk
 
 WATCH_SECONDS = 0.5
 SOURCES_TIMEOUT_SECONDS = 3.0  # for the lines of the frames, which may be on a disk that hangs
@@ -27,21 +27,11 @@ _sources = Disk()
 MAX_FRAMES = 64  # of a thread
 
 
-@dataclass(frozen=True)
-class Stack:
-    """The frames of a thread, the innermost first: function, file, line. `number` is its native ID."""
-
-    number: int
-    frames: tuple[tuple[str, str, int], ...]
-    name: str = ""
-    gil: bool = False
-
-
-async def describe(worker: WorkerProcess | None) -> dict[str, Any]:
-    """The reply for `worker`. `note` says why there are no stacks."""
+async def describe(worker: WorkerProcess | None) -> Rank:
+    """The reply for `worker`."""
     now = time.monotonic()
     if worker is None or not (pid := worker.pid):
-        return {"state": worker.life.state if worker else "none", "note": "", "threads": [], "calls": []}
+        return Rank(state=worker.life.state if worker else "none")
     life, before = worker.life, await asyncio.to_thread(look, pid)
     await asyncio.sleep(WATCH_SECONDS)  # a measurement's length
     after = await asyncio.to_thread(look, pid)
@@ -53,25 +43,24 @@ async def describe(worker: WorkerProcess | None) -> dict[str, Any]:
         threads = await asyncio.wait_for(_sources.run(described, stacks, states, pid, True), SOURCES_TIMEOUT_SECONDS)
     except TimeoutError:
         threads = described(stacks, states, pid, sources=False)
-    return {
-        "state": "stopped" if stopped else life.state,
-        "generation": life.generation,
-        "step": life.step,
-        "phase": life.phase,
-        "phase_seconds": round(time.monotonic() - life.phase_since, 1),
-        "silent_seconds": round(waited, 1),
-        "note": note,
-        "threads": threads,
-        "calls": [
-            (to, method, round(seconds + waited, 1), thread) for to, method, seconds, _, thread in life.long_calls
-        ],
-    }
+    calls = (Call(to, method, round(took + waited, 1), thread) for to, method, took, thread in life.long_calls)
+    return Rank(
+        threads=threads,
+        calls=tuple(calls),
+        state="stopped" if stopped else life.state,
+        note=note,
+        generation=life.generation,
+        step=life.step,
+        phase=life.phase,
+        phase_seconds=round(time.monotonic() - life.phase_since, 1),
+        silent_seconds=round(waited, 1),
+    )
 
 
 # ---- stacks
 
 
-async def _spy(pid: int, stopped: bool) -> tuple[list[Stack], str]:
+async def _spy(pid: int, stopped: bool) -> tuple[list[Thread], str]:
     """The stacks that py-spy reads, and why there are none."""
     # a stopped process cannot be paused
     output, note = await stack_dump.spy(pid, "--json", *(["--nonblocking"] if stopped else []))
@@ -81,34 +70,33 @@ async def _spy(pid: int, stopped: bool) -> tuple[list[Stack], str]:
         return [], note or "py-spy: it could not read the stacks"
 
 
-def read_spy(output: bytes) -> list[Stack]:
-    """The stacks of `py-spy dump --json`. Raises ValueError, KeyError or TypeError for anything else."""
-    stacks = []
+def read_spy(output: bytes) -> list[Thread]:
+    """The threads of `py-spy dump --json`. Raises ValueError, KeyError or TypeError for anything else."""
+    threads = []
     for thread in json.loads(output):
-        frames = tuple((str(each["name"]), str(each["filename"]), int(each["line"] or 0)) for each in thread["frames"])
+        frames = (Frame(str(one["name"]), str(one["filename"]), int(one["line"] or 0)) for one in thread["frames"])
         number = int(thread["os_thread_id"] or thread["thread_id"])
-        stacks.append(Stack(number, frames, str(thread["thread_name"] or ""), bool(thread["owns_gil"])))
-    return stacks
-
-
-def described(stacks: Iterable[Stack], states: Mapping[int, State], main: int, sources: bool) -> list[dict[str, Any]]:
-    """The threads that have frames, for the reply, with the lines of their `sources`."""
-    threads = [
-        {
-            "number": stack.number,
-            "name": stack.name,
-            "main": stack.number == main,
-            "gil": stack.gil,
-            "state": states.get(stack.number, ""),
-            "frames": [
-                (function, _short(file), line, linecache.getline(file, line).strip() if sources else "")
-                for function, file, line in stack.frames[:MAX_FRAMES]
-            ],
-        }
-        for stack in stacks
-    ]
-    linecache.clearcache()  # a supervisor stays small
+        name = str(thread["thread_name"] or "")
+        threads.append(Thread(number, tuple(frames), gil=bool(thread["owns_gil"]), name=name))
     return threads
+
+
+def described(stacks: Iterable[Thread], states: Mapping[int, State], main: int, sources: bool) -> tuple[Thread, ...]:
+    """The threads that have frames, for the reply, with the lines of their `sources`."""
+    threads = []
+    for stack in stacks:
+        frames = (
+            replace(
+                frame,
+                file=_short(frame.file),
+                text=linecache.getline(frame.file, frame.line).strip() if sources else "",
+            )
+            for frame in stack.frames[:MAX_FRAMES]
+        )
+        state, is_main = states.get(stack.number, ""), stack.number == main
+        threads.append(replace(stack, frames=tuple(frames), state=state, main=is_main))
+    linecache.clearcache()  # a supervisor stays small
+    return tuple(threads)
 
 
 @functools.lru_cache(1000)

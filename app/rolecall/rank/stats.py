@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -23,12 +23,11 @@ from rolecall.telemetry import PREFIX, WorkerFiles
 # names of samples, without the prefix
 BUCKETS, CALLEE = "rpc_latency_seconds_bucket", "rpc_callee"
 # of rank 0
-VALUES = ("step", "epoch", "done_total", "left_seconds", "loss", "score")
+VALUES = ("step", "done_total", "left_seconds")
 COUNTS = ("rpc_calls_total", "rpc_failures_total", "rpc_sent_bytes_total", "rpc_received_bytes_total")
 # of a queue, and of weights; each is a field of QueueCounters or WeightsCounters
 QUEUE = {"queue_depth": "depth", "queue_size": "size", "queue_items_total": "items"}
 WEIGHTS = {"weights_version": "version", "weights_bytes_total": "received", "weights_saved_bytes_total": "saved"}
-LOGGED = "value"  # by the job, at rank 0
 MAX_TRACEBACK_CHARACTERS = 1500
 HIDDEN_FIELDS = ("event", "level", "timestamp", "exception", "exc_info", "role", "ordinal")
 
@@ -41,44 +40,22 @@ async def read(workers: WorkerManager, started: float) -> Stats:
         "supervisor_bytes": psutil.Process().memory_info().rss,
         "worker_starts": next(iter(workers.metrics.worker_starts.collect())).samples[0].value,
     }
-    of_workers = await asyncio.to_thread(of_files, workers.files)  # merges them, in milliseconds
-    return Stats(
-        started,
-        time.monotonic(),
-        of_workers.methods,
-        values=values | of_workers.values,
-        log=events(),
-        queues=of_workers.queues,
-        weights=of_workers.weights,
-        logged=of_workers.logged,
-    )
+    stats = await asyncio.to_thread(of_files, workers.files)  # merges them, in milliseconds
+    return replace(stats, started=started, at=time.monotonic(), values=values | stats.values, log=events())
 
 
-class WorkerStats(NamedTuple):
-    """The part of `Stats` that is of a rank's workers."""
-
-    methods: dict[str, Method]
-    values: dict[str, float]
-    queues: dict[str, QueueCounters]
-    weights: dict[str, WeightsCounters]
-    logged: dict[str, float]
-
-
-def of_files(files: WorkerFiles) -> WorkerStats:
-    """The gauges and counters of this rank's workers, from their files."""
+def of_files(files: WorkerFiles) -> Stats:
+    """The part of `Stats` that is of a rank's workers: their gauges and counters, from their files."""
     counts = defaultdict[str, dict[str, float]](lambda: dict.fromkeys(COUNTS, 0.0))
     roles, buckets = defaultdict[str, list[str]](list), defaultdict[str, dict[float, float]](dict)
     queues, weights = defaultdict[str, dict[str, float]](dict), defaultdict[str, dict[str, float]](dict)
     values: dict[str, float] = {}
-    logged: dict[str, float] = {}
     for sample in (sample for family in files.collect() for sample in family.samples):
         name, labels = sample.name.removeprefix(PREFIX), sample.labels
         if not math.isfinite(sample.value):  # JSON has no others
             continue
         if name in VALUES:
             values[name] = sample.value
-        elif name == LOGGED:
-            logged[labels["name"]] = sample.value
         elif name in QUEUE:
             queues[labels["name"]][QUEUE[name]] = sample.value
         elif name in WEIGHTS:
@@ -96,12 +73,14 @@ def of_files(files: WorkerFiles) -> WorkerStats:
         latency = [buckets[name].get(bound, 0.0) for bound in bounds]
         counted = Method(calls, failures, sent, received)
         methods[name] = replace(counted, buckets=latency, roles=roles[name])
-    return WorkerStats(
-        methods,
-        values,
-        {name: QueueCounters(**counters) for name, counters in queues.items()},
-        {name: WeightsCounters(**counters) for name, counters in weights.items()},
-        logged,
+    return Stats(
+        started=0.0,
+        at=0.0,
+        methods=methods,
+        values=values,
+        log=[],
+        queues={name: QueueCounters(**counters) for name, counters in queues.items()},
+        weights={name: WeightsCounters(**counters) for name, counters in weights.items()},
     )
 
 

@@ -31,13 +31,12 @@ from rolecall.rank import collecting, endpoints, fork_server, guard, stack_query
 from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
-from rolecall.rank.link import Link
-from rolecall.rank.queries import Replies
-from rolecall.rank.signed_queries import SignedQueries
+from rolecall.rank.queries import Replies, SignedQueries
 from rolecall.rank.site import Site
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.handle import Handle
+from rolecall.tunnel.rank0 import CoordinatorClient
 
 SAME_SIGNAL_SECONDS = 1.0  # within which signals are one
 
@@ -113,7 +112,7 @@ class Supervisor:
                 await self._or_signal(coordinator.start(self.metrics))
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang
-                self.workers.keep_history(coordinator)
+                self.workers.journal = coordinator.files.journal
                 self._coordinator = coordinator
                 self._signed_queries.start(coordinator.queries, coordinator.over)
                 self._site.start(coordinator)
@@ -194,7 +193,7 @@ class Supervisor:
     async def _heartbeat_loop(self) -> None:
         socket = self._at(places.COORDINATOR if self.is_rank0 else places.CONTROL)
         badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
-        async with Link(self.settings, socket, badge, self.is_rank0) as link:
+        async with CoordinatorClient(self.settings, socket, badge, self.is_rank0) as client:
             heartbeats = Heartbeats(
                 self.settings,
                 self.member,
@@ -203,7 +202,7 @@ class Supervisor:
                 replies=self.replies,
                 changed=self._changed,
             )
-            async for previous in heartbeats.exchange(link):
+            async for previous in heartbeats.exchange(client):
                 self._take_directive(previous)
 
     def _take_directive(self, previous: Directive | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.record.stacks import State
+from rolecall.observe.stacks.threads import State
 
 BUSY = 0.2  # the share of the time for which a thread computes
 TICK = 0.01  # seconds: USER_HZ of Linux is 100

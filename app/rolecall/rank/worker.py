@@ -22,8 +22,9 @@ from rolecall import config, machine, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.config import Settings
 from rolecall.context.context import Context, seed_generators
-from rolecall.context.eager import lighten
+from rolecall.context.eager import skip_dynamo_import
 from rolecall.context.memory import keep_freed_memory
+from rolecall.context.training import summary_of
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job, Role
@@ -34,9 +35,10 @@ from rolecall.rank import stack_dump
 from rolecall.rank.attaching import Attacher
 from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
+from rolecall.record.history import Start
 from rolecall.record.recorder import recorder
 from rolecall.record.records import file_name
-from rolecall.torch_rpc.connect import connect
+from rolecall.torch_rpc.distributed import connect
 from rolecall.wire.session import Session
 
 KEPT_BYTES = 2**29  # of freed memory, for new tensors
@@ -65,7 +67,7 @@ def main(task: Task, connection: Connection) -> None:
     )
     pipe = WorkerEnd(connection, task, None if task.check else watchdog)
     threading.Thread(target=pipe.report_forever, daemon=True).start()
-    if not config.names_debugger():
+    if not config.exported("PYTHONBREAKPOINT"):
         sys.breakpointhook = pipe.refuse_breakpoint
     try:
         job = registry.get(task.job)
@@ -123,7 +125,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     settings, role = _settings(task, job), role_of(task, job)
     is_rank0, attachment = task.is_rank0, task.attachment
     torch.set_num_threads(1)  # see Context.threads
-    lighten()
+    skip_dynamo_import()
     keep_freed_memory(KEPT_BYTES)
     if task.directory:
         telemetry.use_directory(task.directory)
@@ -164,7 +166,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
             watchdog.ready()
             pipe.report_loaded()
         attacher.run_forever(run)
-    summary = context.training.end(run() if run else None)
+    summary = summary_of(context, run() if run else None)
     return Result("finished", step=context.step, summary=summary)
 
 
@@ -192,7 +194,7 @@ def _checkpoints(task: Task, pipe: WorkerEnd) -> Checkpoints:
     log = telemetry.log()
 
     def fence() -> int:
-        pipe.flush()  # nobody makes the steps of this checkpoint again: what was logged of them must be out
+        pipe.report()  # nobody makes the steps of this checkpoint again: what was logged of them must be out
         return rundir.read_generation(directory).number
 
     return Checkpoints(
@@ -202,5 +204,5 @@ def _checkpoints(task: Task, pipe: WorkerEnd) -> Checkpoints:
         task.settings.checkpoint_keep,
         fence=fence,
         complain=lambda message: log.warning("checkpoint", problem=message),
-        begin=lambda step: pipe.record("start", step, generation),
+        begin=lambda step: pipe.record(Start(generation, step)),
     )

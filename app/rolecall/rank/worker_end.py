@@ -13,18 +13,17 @@ from typing import Any, Literal, NoReturn
 
 from rolecall import telemetry
 from rolecall.context.context import Context
-from rolecall.context.progress import Curve, Supervision
+from rolecall.context.progress import Supervision
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare import loader, registry
 from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.errors import ProgramError, UsageError
 from rolecall.messages import codec
 from rolecall.messages import worker as messages
-from rolecall.observe.sinks.points import NAMED
 from rolecall.rank import stack_dump
 from rolecall.rank.attaching import Attacher
 from rolecall.record.files import longest_work
-from rolecall.record.history import Record
+from rolecall.record.history import Row, Start
 from rolecall.record.recorder import recorder
 from rolecall.torch_rpc import failures, tracing
 
@@ -44,7 +43,7 @@ class WorkerEnd(Supervision):
         self._lock = threading.Lock()
         self._step = 0
         self._sent_at = 0.0
-        self._records: list[Record] = []
+        self._rows: list[Row] = []  # since the last report
 
     # ---- reports
 
@@ -62,18 +61,11 @@ class WorkerEnd(Supervision):
             self._send(message)
 
     def report(self) -> None:
-        """Sends the newest step, the records since the last report, the phase, and what takes long."""
+        """Sends the newest step, the history's rows since the last report, the phase, and what takes long."""
         with self._lock:
-            records, self._records = tuple(self._records), []
+            rows, self._rows = tuple(self._rows), []
             phase, calls = (self._watchdog.doing, self._watchdog.long_calls()) if self._watchdog else ("", ())
-            self._send(messages.Report(self._step, phase, records, calls, longest_work()))
-
-    def flush(self) -> None:
-        """Sends the records since the last report."""
-        with self._lock:
-            records, self._records = tuple(self._records), []
-            if records:
-                self._send(messages.Records(records))
+            self._send(messages.Report(self._step, phase, rows, calls, longest_work()))
 
     def report_forever(self) -> None:
         """Sends reports at a fixed period. Once the function is stuck, reports that too: the supervisor ends this
@@ -108,19 +100,12 @@ class WorkerEnd(Supervision):
         if first or time.monotonic() - self._sent_at > REPORT_SECONDS / 2:
             self.report()
 
-    def record(self, kind: Curve, step: int, value: float) -> None:
-        """Keeps a value of the run's history for the next report."""
-        self._keep(kind, step, value)
-        if kind == "start":  # it counts, however soon this process is killed
-            self.report()
-
-    def value(self, name: str, step: int, value: float) -> None:
-        """Keeps a value that the job logs by `name` for the next report."""
-        self._keep(NAMED + name, step, value)
-
-    def _keep(self, kind: str, step: int, value: float) -> None:
+    def record(self, row: Row) -> None:
+        """Keeps a row of the run's history for the next report."""
         with self._lock:
-            self._records.append(Record(kind, step, time.monotonic(), float(value)))
+            self._rows.append(row)
+        if isinstance(row, Start):  # it counts, however soon this process is killed
+            self.report()
 
     def report_lost(self, peer: Peer, replace: bool = False) -> None:
         """Reports a peer that was found dead or silent, or is to be replaced."""
@@ -163,7 +148,7 @@ class WorkerEnd(Supervision):
         return messages.Result("failed", loader.with_place(error) if program else loader.users_traceback(error))
 
     def end(self, result: messages.Result | None = None) -> NoReturn:
-        """Sends the last records, spans and the `result`, if there is one, and ends the process."""
+        """Sends the last rows, spans and the `result`, if there is one, and ends the process."""
         self.report()
         recorder.flush()
         if result:

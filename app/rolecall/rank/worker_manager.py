@@ -20,14 +20,14 @@ from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive, Outcome, RoleSpec, WorkerStatus, name_of
 from rolecall.life import workers as life
-from rolecall.life.process import Keep, Send
+from rolecall.life.process import Record, Send
 from rolecall.life.workers import Batch, RankWorkers, SpareRules, Times
 from rolecall.messages.worker import Attach
 from rolecall.rank import fork_server
-from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.files import FileWork
+from rolecall.record.history import Journal
 from rolecall.telemetry import WorkerFiles
 
 TICK_SECONDS = 0.5  # a longer pause of this process counts for no deadline
@@ -52,14 +52,14 @@ class WorkerManager:
         # a worker needs no token: its tunnel has it
         self.settings = settings.model_copy(update={"job_token": None, "job_token_file": None})
         self.metrics, self.files = metrics, files
-        telemetry.begin(metrics.worker_restarts, telemetry.WORKER_CAUSES)
+        telemetry.init_labels(metrics.worker_restarts, telemetry.WORKER_CAUSES)
         self.log = telemetry.log()
         self.recordings = Recordings(files.directory, lambda: self.worker)
         times = Times(settings.lease_seconds, settings.phase_timeout)
         self.core = RankWorkers(role, times, spares=self._spares_of, attachment_of=_attachment)
         self._role = role
         self._processes = dict[int, WorkerProcess]()
-        self._coordinator: Coordinator | None = None
+        self.journal: Journal | None = None  # of rank 0, once it has started
         self._changed, self._tunnel = changed, tunnel
         self._batches = deque[Batch]()  # to be done
         self._progress = asyncio.Event()  # a batch was done
@@ -68,10 +68,6 @@ class WorkerManager:
         self._handing: asyncio.Task[None] | None = None
         self._warned = self._warned_of_spares = False  # of another source on disk; of spares without effect
         self._source_watch: asyncio.Future[None] | None = None
-
-    def keep_history(self, coordinator: Coordinator) -> None:
-        """Has `coordinator` record what rank 0's workers record from now on."""
-        self._coordinator = coordinator
 
     def prepare(self) -> None:
         """Starts the process that workers are forked from, unless it runs. Raises UsageError if it cannot start."""
@@ -204,9 +200,9 @@ class WorkerManager:
             match effect:
                 case life.Make():
                     self._make(effect)
-                case life.Do(_, Keep(records)):
-                    if self._coordinator:
-                        self._coordinator.record(records)
+                case life.Do(_, Record(rows)):
+                    if self.journal:
+                        self.journal.record(rows)
                 case life.Do(number, order):
                     if isinstance(order, Send) and isinstance(order.message, Attach):
                         self.metrics.worker_attaches.inc()
@@ -303,7 +299,7 @@ class WorkerManager:
 
     def _warn_of_changes(self) -> None:
         """Logs once that the job's source has changed on disk."""
-        if not self._warned and (files := sources.changed(str(self.job.settings))):
+        if not self._warned and (files := sources.changed()):
             self._warned = True
             self.log.warning(
                 "the job's source has changed; this run keeps the one that it was started with. Stop and "

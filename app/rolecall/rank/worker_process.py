@@ -116,7 +116,7 @@ class WorkerProcess:
         stack_dump.forget(self.task.stacks)
         self._process = fork_server.context.Process(target=_run, args=(self.task, self._theirs), daemon=False)
         try:
-            await fork_server.fork(self._process, limit)
+            await asyncio.to_thread(fork_server.start, self._process, limit)
             self._pid = self._process.pid or 0
             self._pidfd = os.pidfd_open(self._pid)
         except ProcessLookupError:

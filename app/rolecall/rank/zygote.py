@@ -16,10 +16,8 @@ import select
 import signal
 import sys
 import tempfile
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import resource_tracker  # undocumented: `ensure_running`, so that it starts with SIGINT blocked
+from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import DupFd  # undocumented: passes a file descriptor to the forked process
 from pathlib import Path
 from typing import Any
@@ -37,16 +35,12 @@ LOST = 255  # the exit code that `multiprocessing` reports if the fork server ha
 parent = 0  # the zygote's process ID, in a process that it has forked
 
 
-class ZygoteError(Exception):
-    """The zygote has ended or does not answer."""
-
-
 class Forked:
     """A process that the zygote has forked, as its starter sees it. It leads a session, so its process group has its
-    process ID. `lock` serializes the use of `process`, whose exit code `multiprocessing` reads from the zygote."""
+    process ID."""
 
-    def __init__(self, process: multiprocessing.context.ForkServerProcess, lock: threading.Lock) -> None:
-        self._process, self._lock = process, lock
+    def __init__(self, process: multiprocessing.context.ForkServerProcess) -> None:
+        self._process = process
         self.pid: int = process.pid  # type: ignore[assignment]
         self.returncode: int | None = None
 
@@ -78,7 +72,7 @@ class Forked:
         if self.returncode is None:
             if not _poll(self._process.sentinel, seconds):
                 raise TimeoutError
-            with self._lock:
+            with fork_server.lock:
                 self.returncode = self._process.exitcode
                 if self.returncode is not None:
                     self._process.close()  # its two descriptors would wait for a collection
@@ -115,36 +109,13 @@ class Zygote:
     """
 
     def __init__(self, *targets: str, withheld: Sequence[int] | None = None) -> None:
-        self._preload = [*PRELOAD]
+        preload = [*PRELOAD]
         for target in targets:
             if target in registry.JOBS:
-                self._preload += [name for role in registry.get(target).roles for name in role.preload]
-                self._preload.append(registry.module_of(target).__name__)
-        self._lock, self._ended = threading.Lock(), False
-        with self._lock, fork_server.checked_tmpdir():
-            self._start(lambda: None, withheld)
-
-    def _start(self, then: Callable[[], None], withheld: Sequence[int] | None = None) -> None:
-        """Starts the zygote unless it runs, and calls `then`. The caller holds the lock."""
-        self._check()
-        resource_tracker.ensure_running()  # before the zygote, which unblocks SIGINT once it ignores it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with _without_working_directory():
-                if withheld is None:
-                    fork_server.ensure_running(self._preload)
-                else:
-                    fork_server.start_as_fork(self._preload, withheld)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._check()  # this may have replaced the one that `end` killed meanwhile
-        then()
-
-    def _check(self) -> None:
-        """Kills a zygote that runs after `end`. Raises OSError."""
-        if self._ended:
-            fork_server.signal_server(signal.SIGKILL)
-            raise OSError("it has ended")
+                preload += [name for role in registry.get(target).roles for name in role.preload]
+                preload.append(registry.module_of(target).__name__)
+        self._kind = fork_server.Kind(preload, isolated=True)
+        fork_server.begin(self._kind, withheld is not None, withheld or ())
 
     def __enter__(self) -> Zygote:
         return self
@@ -154,23 +125,14 @@ class Zygote:
 
     def end(self) -> None:
         """Kills the zygote. The processes that it has forked exit when their parent does."""
-        self._ended = True
-        fork_server.signal_server(signal.SIGKILL)
+        fork_server.retire(self._kind)
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Forked:
-        """Forks `rolecall ARGUMENTS` with `environment`. Waits for the zygote's imports. Raises ZygoteError."""
+        """Forks `rolecall ARGUMENTS` with `environment`. Waits for the zygote's imports. Raises ForkError."""
         command = Command(list(arguments), dict(environment), str(Path.cwd()), stdout, stderr)
         process = fork_server.context.Process(target=command)
-        deadline = threading.Timer(START_SECONDS, fork_server.signal_server, (signal.SIGKILL,))
-        with self._lock:
-            deadline.start()
-            try:
-                self._start(process.start)
-            except (OSError, EOFError) as error:
-                raise ZygoteError(f"it has ended, or did not answer for {START_SECONDS:g} s ({error})") from error
-            finally:
-                deadline.cancel()
-        return Forked(process, self._lock)
+        fork_server.start(process, START_SECONDS, self._kind)
+        return Forked(process)
 
     def call(self, arguments: Sequence[str], seconds: float) -> int:
         """Runs `rolecall ARGUMENTS`, without the zygote if it has ended. Returns the exit code. Raises TimeoutError
@@ -178,7 +140,7 @@ class Zygote:
         """
         try:
             forked = self.fork(arguments, config.child_environment(), sys.stdout.fileno(), sys.stderr.fileno())
-        except ZygoteError:
+        except fork_server.ForkError:
             return describe.call(arguments, seconds)
         try:
             return forked.wait_for(seconds)
@@ -230,20 +192,6 @@ class Command:
         finally:
             sys.stdout.flush()
             os._exit(code)  # at its exit, an interpreter tears torch down, slowly
-
-
-@contextlib.contextmanager
-def _without_working_directory() -> Iterator[None]:
-    """Within the block, the path of a fork server that starts does not begin with the working directory, whose modules
-    may replace no library's: it goes by the variable, and in later releases of Python by the path of this process.
-    """
-    first = sys.path.pop(0) if not sys.flags.safe_path and sys.path[:1] in ([""], [str(Path.cwd())]) else None
-    try:
-        with config.exported_for_a_moment(PYTHONSAFEPATH="1"):
-            yield
-    finally:
-        if first is not None:
-            sys.path.insert(0, first)
 
 
 def _poll(fd: int, seconds: float) -> bool:

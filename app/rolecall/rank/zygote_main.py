@@ -19,7 +19,6 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 machine.name_part("zygote")
-fork_server.prepare_imports()
 gc.disable()  # imports leave little to collect, and collections take a tenth of their time
 SYS_PATH = [*sys.path]  # `multiprocessing` replaces it in forked processes
 _zygote = os.getpid()

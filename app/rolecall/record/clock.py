@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable
-from typing import NamedTuple
+
+from msgspec import Struct
 
 DRIFT = 100e-6  # by which two clocks may drift apart: 100 microseconds a second
 WINDOW_NS = 10_000_000_000  # the best reading of each counts
 
 
-class Reading(NamedTuple):
+class Reading(Struct, frozen=True, order=True, array_like=True, tag="clock"):
     """At the process's time `monotonic_ns`, it was `unix_ns` by rank 0's clock; the error is at most `error_ns`."""
 
     monotonic_ns: int

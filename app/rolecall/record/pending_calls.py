@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 MIN_SECONDS = 1.0  # shorter calls are not reported
 MAX_CALLS = 64  # in a heartbeat, the oldest first
-Reported = tuple[str, str, float, int, int]  # callee, function, seconds, the caller's thread: in Python, native ID
+Reported = tuple[str, str, float, int]  # callee, function, seconds, the native ID of the caller's thread
 _threads = threading.local()
 
 
@@ -19,12 +19,12 @@ class PendingCall:
     def __init__(self, to: str, method: str, since: float, deadline: float) -> None:
         self.to, self.method, self.since, self.deadline = to, method, since, deadline
         try:
-            self.thread: tuple[int, int] = _threads.numbers
+            self.thread: int = _threads.number
         except AttributeError:  # asked once a thread: the native ID is a system call
-            self.thread = _threads.numbers = threading.get_ident(), threading.get_native_id()
+            self.thread = _threads.number = threading.get_native_id()
 
 
 def report(calls: Iterable[PendingCall], now: float) -> list[Reported]:
     """Those of `calls` that have been pending for MIN_SECONDS, the oldest first."""
     late = sorted((call for call in calls if now - call.since >= MIN_SECONDS and call.to), key=lambda call: call.since)
-    return [(call.to, call.method, now - call.since, *call.thread) for call in late[:MAX_CALLS]]
+    return [(call.to, call.method, now - call.since, call.thread) for call in late[:MAX_CALLS]]

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from rolecall import config, telemetry
 from rolecall.gang.protocol import name_of
-from rolecall.record.records import MAX_FILES, Kind, line
+from rolecall.record.records import MAX_FILES, Beginning, Kind, Process, SpanRecord, line
 
 MAX_FILE_BYTES = 64 * 2**20
 MAX_PENDING_SPANS = 100_000  # in memory, between two writes
@@ -80,8 +80,18 @@ class Span:
 
     def line(self) -> bytes:
         """Its record."""
-        what, times = (self.id, self.parent, self.name, self.kind), (self.start, self.stop or self.start)
-        return line("span", *what, *times, *(self.thread, self.attributes, self.trace))
+        record = SpanRecord(
+            self.id,
+            self.parent,
+            self.name,
+            self.kind,
+            self.start,
+            end_ns=self.stop or self.start,
+            thread=self.thread,
+            attributes=self.attributes,
+            trace=self.trace,
+        )
+        return line(record)
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
@@ -94,7 +104,7 @@ class Span:
         self.end(error if isinstance(error, Exception) else None)
 
 
-class Nothing:
+class NoopSpan:
     """A span while nothing is recorded."""
 
     def note(self, *_: object, **__: object) -> None:
@@ -106,7 +116,7 @@ class Nothing:
         return self
 
 
-NOTHING = Nothing()
+NOOP = NoopSpan()
 
 
 class Recorder:
@@ -158,8 +168,9 @@ class Recorder:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         self.me, self.started = name_of((about["role"], about["ordinal"])), time.monotonic_ns()
         self._ids = itertools.count(random.SystemRandom().getrandbits(63))  # no other process has the same IDs
-        clocks = {"monotonic_ns": self.started, "unix_ns": time.time_ns()}
-        self._write(line("process", {**about, "pid": os.getpid(), "host": config.host_name(), **clocks}))
+        here: dict[str, Any] = {"pid": os.getpid(), "host": config.host_name()}
+        process = Process(**about, **here, monotonic_ns=self.started, unix_ns=time.time_ns())
+        self._write(line(Beginning(process)))
         self._path = path
 
     def close(self) -> None:
@@ -196,9 +207,9 @@ class Recorder:
             parent, trace = above.id, above.trace
         return Span(self, name, kind, parent=parent or "", attributes=attributes, trace=trace)
 
-    def span(self, name: str, /, **attributes: Any) -> Span | Nothing:
+    def span(self, name: str, /, **attributes: Any) -> Span | NoopSpan:
         """A span for a `with` block, or nothing while nothing is recorded."""
-        return self.begin(name, **attributes) if self.on else NOTHING
+        return self.begin(name, **attributes) if self.on else NOOP
 
     def since(self, start: int, name: str, /, **attributes: Any) -> None:
         """A span from `start`, in monotonic ns, until now; while nothing is recorded, or of before that, none."""

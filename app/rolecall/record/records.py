@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import Field, TypeAdapter
+import msgspec
+from msgspec import Struct
 
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import name_of
@@ -26,12 +27,6 @@ SUFFIX = ".jsonl"
 MAX_FILES = 3  # in a rank's folder: the newest, collected or not
 Kind = Literal["client", "server", "internal"]
 KINDS = get_args(Kind)
-_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
-
-
-def line(*record: Any) -> bytes:
-    """A record as a line."""
-    return (_encode(record) + "\n").encode()
 
 
 def file_name(generation: int, join: int = 0) -> str:
@@ -47,8 +42,7 @@ def copy_name(rank: str, file: str) -> str:
     return f"{rank}-{generation}{f'-{join}' if join else ''}{SUFFIX}"
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(Struct, frozen=True, dict=True):
     """A worker: one rank in one generation, on `host`; its two clocks, `monotonic_ns` and `unix_ns`, read together."""
 
     job: str
@@ -72,8 +66,7 @@ class Process:
         return self.unix_ns - self.monotonic_ns
 
 
-@dataclass(slots=True)
-class SpanRecord:
+class SpanRecord(Struct, array_like=True, tag="span"):
     """The activity of a thread from `start_ns` to `end_ns`; `id` and `parent` are 16 hex digits, `parent` may be empty.
     Spans of one `trace` belong to one step or other activity without a parent."""
 
@@ -101,6 +94,36 @@ class SpanRecord:
 
     def _within(self, time: Any, otherwise: int) -> int:
         return min(max(time, self.start_ns), self.end_ns) if isinstance(time, int) else otherwise
+
+
+class Beginning(Struct, frozen=True, array_like=True, tag="process"):
+    """The first record of a file."""
+
+    process: Process
+
+
+Record = Beginning | SpanRecord | Reading
+_encoder, _decoder = msgspec.json.Encoder(enc_hook=str), msgspec.json.Decoder(Record)
+
+
+def line(record: Record) -> bytes:
+    """A record as a line. A text in it may be a file's name, and no Unicode."""
+    try:
+        return _encoder.encode(record) + b"\n"
+    except UnicodeEncodeError:
+        values = msgspec.to_builtins(record, enc_hook=str)
+        return json.dumps(values, ensure_ascii=False).encode(errors="replace") + b"\n"
+
+
+def parse(text: bytes | str) -> Record:
+    """The record in a line. Raises ValueError for anything else."""
+    try:
+        record: Record = _decoder.decode(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if isinstance(record, SpanRecord) and record.end_ns < record.start_ns:
+        raise ValueError("it ends before it begins")
+    return record
 
 
 @dataclass
@@ -169,28 +192,6 @@ def _difference(one: Recording) -> str:
     return f"{one.process.name}: within {one.clock.error_ns / 1e6:.3f} ms of rank 0's clock"
 
 
-_LINE: TypeAdapter[Any] = TypeAdapter(
-    Annotated[
-        tuple[Literal["span"], str, str, str, Kind, int, int, int, dict[str, Any], str]
-        | tuple[Literal["clock"], int, int, int]
-        | tuple[Literal["process"], Process],
-        Field(union_mode="left_to_right"),
-    ]
-)
-
-
-def parse(text: bytes | str) -> Process | SpanRecord | Reading:
-    """The record in a line. Raises ValueError for anything else."""
-    match _LINE.validate_json(text, strict=True):
-        case "span", *values if values[5] >= values[4]:
-            return SpanRecord(*values)
-        case "clock", *values:
-            return Reading(*values)
-        case "process", Process() as process:
-            return process
-    raise ValueError("no record")
-
-
 def read(folder: Path) -> Trace:
     """The files of a folder. One that has no recording, or cannot be read, is a problem. Raises UsageError if the
     folder cannot be read."""
@@ -211,11 +212,11 @@ def read(folder: Path) -> Trace:
 def _recording(path: Path) -> Recording:
     readings = []
     with path.open("rb") as file:
-        process = parse(file.readline())
-        if not isinstance(process, Process):
-            raise ValueError
+        if not isinstance(first := parse(file.readline()), Beginning):
+            raise ValueError("it begins otherwise")
         for text in file:
             if text.startswith(b'["clock"'):
                 with contextlib.suppress(ValueError):  # counted as damaged when the spans are read
                     readings.append(parse(text))
-    return Recording(process, path, Clock(process.wall_ns, [one for one in readings if isinstance(one, Reading)]))
+    clock = Clock(first.process.wall_ns, (one for one in readings if isinstance(one, Reading)))
+    return Recording(first.process, path, clock)

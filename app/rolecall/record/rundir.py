@@ -10,12 +10,13 @@ import os
 import re
 import shutil
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from filelock import FileLock, Timeout
-from pydantic import TypeAdapter
+from msgspec import Meta
 
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import Budget, Key
@@ -38,9 +39,9 @@ SHARDS = "shards"  # a folder with one of each checkpoint that has shards, calle
 CHECKPOINT_LOST = "checkpoint_lost"  # in DONE, if the last checkpoint could not be written
 OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, PAGE, TRACE, FILES, SHARDS, *SINKS)
 PARTS = ("world", "curve", "throughput", "result", "settings", "restarts", "ranks_lost")  # of a summary: objects
-BUDGET = TypeAdapter(Budget)
 NAME = re.compile(r"checkpoint-(\d{1,15})-(\d{1,15})\.pt")  # of a checkpoint: generation and step
 MOST = 10**15  # of a generation's number
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class Persisted:
     what it had spent without progress.
     """
 
-    number: int = 0
-    job: str = ""
-    members: tuple[Key, ...] = ()
+    number: Annotated[int, Meta(ge=0, lt=MOST)]
+    job: str
+    members: tuple[Key, ...]
     node: str = ""
     budget: Budget = field(default_factory=Budget)
 
@@ -68,36 +69,20 @@ class Failed:
     when: float
 
 
-_FAILED, _SUMMARY = TypeAdapter(Failed), TypeAdapter(dict[str, Any])
-T = TypeVar("T")
-
-
 def read_generation(directory: Path) -> Persisted:
     """The last `write_generation`, with a number no lower than those in the checkpoints' names: numbers never repeat.
 
     Raises UsageError if the file cannot be read, or is damaged.
     """
-    path = directory / GENERATION
+    advice = 'write {"number": N, "job": ..., "members": []} to it, with N at least the greatest first number in the '
+    persisted = _read(directory / GENERATION, Persisted, f"{advice}checkpoints' names") or Persisted(0, "", ())
     try:
-        names = (NAME.fullmatch(entry.name) for entry in directory.iterdir())
-        greatest = max((int(match.group(1)) for match in names if match), default=0)
-        if not path.exists():
-            return Persisted(greatest)
-        read = json.loads(path.read_text())
-        if type(read["number"]) is not int or not 0 <= read["number"] < MOST:
-            raise ValueError
-        members = tuple((str(role), int(ordinal)) for role, ordinal in read["members"])
-        budget = BUDGET.validate_python(read.get("budget", {}))
-        return Persisted(max(read["number"], greatest), str(read["job"]), members, str(read.get("node", "")), budget)
+        greatest = max(saved(directory), default=(0, 0))[0]
     except FileNotFoundError:
-        return Persisted()
+        return persisted
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise UsageError(
-            f'{path}: is damaged; write {{"number": N, "job": ..., "members": []}} to it, '
-            "with N at least the greatest first number in the checkpoints' names"
-        ) from error
+        raise UsageError(f"{directory}: cannot be read ({error.strerror})") from error
+    return replace(persisted, number=max(persisted.number, greatest))
 
 
 def write_generation(directory: Path, persisted: Persisted) -> None:
@@ -118,46 +103,35 @@ def write_generation(directory: Path, persisted: Persisted) -> None:
 def read_summary(directory: Path) -> dict[str, Any] | None:
     """The run's summary; None if there is none, or it is damaged. Raises OSError if it cannot be read."""
     try:
-        summary = parse((directory / SUMMARY).read_text())
-    except (FileNotFoundError, ValueError):
+        content = (directory / SUMMARY).read_bytes()
+        summary = json.loads(content, parse_float=_number, parse_constant=_number, parse_int=_number)
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     is_one = isinstance(summary, dict) and all(isinstance(summary.get(part, {}), dict) for part in PARTS)
     return summary if is_one else None
 
 
-def parse(text: str) -> Any:
-    """JSON whose numbers are finite, and fit into a float. Raises ValueError for anything else."""
-    try:
-        return json.loads(text, parse_float=_finite, parse_constant=_finite, parse_int=_whole)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-
-
-def _finite(text: str) -> float:
+def _number(text: str) -> float:
+    """A number that is finite, and fits into a float. Raises ValueError for another one."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is no number of JSON's")
-    return value
-
-
-def _whole(text: str) -> int:
-    _finite(text)
-    return int(text)
+    return int(text) if text.lstrip("-").isdecimal() else value
 
 
 def read_done(directory: Path) -> dict[str, Any] | None:
     """The summary of the finished job, or None if it has not finished. Raises UsageError for a damaged file."""
-    return _read(directory / DONE, _SUMMARY)
+    return _read(directory / DONE, dict[str, Any])
 
 
-def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
+def _read(path: Path, kind: type[T], advice: str = "delete it to train on from the newest checkpoint") -> T | None:
     try:
-        return adapter.validate_json(path.read_bytes())
+        return msgspec.convert(json.loads(path.read_bytes()), kind)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError:
-        raise UsageError(f"{path}: is damaged; delete it to train on from the newest checkpoint") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path}: is damaged; {advice}") from None
 
 
 def write_done(directory: Path, summary: dict[str, Any]) -> None:
@@ -167,7 +141,7 @@ def write_done(directory: Path, summary: dict[str, Any]) -> None:
 
 def read_failed(directory: Path) -> Failed | None:
     """How the run failed for good, or None if it has not. Raises UsageError for a damaged file."""
-    return _read(directory / FAILED, _FAILED)
+    return _read(directory / FAILED, Failed)
 
 
 def write_failed(directory: Path, failed: Failed) -> None:
@@ -216,13 +190,11 @@ def set_aside(directory: Path, number: int, timeout: float) -> Path | None:
     return aside
 
 
-def prune_shards(directory: Path, kept: Collection[str], dropped: Collection[str] = ()) -> None:
-    """Deletes the shards of the checkpoints `dropped`, and those that a writer left unfinished beside the checkpoints
-    `kept`. A directory of a rank's own may also hold an earlier run's, which stay.
-    """
+def prune_shards(directory: Path, kept: Collection[str]) -> None:
+    """Deletes the shards of checkpoints that are not `kept`: deleted ones, and those that a writer left unfinished."""
     with contextlib.suppress(OSError):
         for folder in (directory / SHARDS).iterdir():
-            if folder.name not in kept and (folder.name in dropped or folder.name > min(kept, default="~")):
+            if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

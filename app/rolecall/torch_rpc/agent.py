@@ -6,7 +6,6 @@ maps of CUDA devices, and to wait for each other. Here both go through the gener
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from datetime import timedelta
@@ -21,6 +20,8 @@ from torch.distributed.rpc import api, backend_registry
 from rolecall.config import Settings
 from rolecall.context.context import Context
 from rolecall.torch_rpc.store import is_loopback
+from rolecall.wire import memory
+from rolecall.wire.memory import Region
 
 NAME = "ROLECALL"
 RPC_THREADS = 16  # of a worker: they serve incoming calls, and receive the answers of its outgoing ones
@@ -84,14 +85,11 @@ def reads_memory() -> bool:
     """Whether this process may copy memory of another, its parent, which a container's system call filter or a
     security module can forbid.
     """
-    read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if read is None:
-        return False
-    target, one = ctypes.create_string_buffer(1), ctypes.c_ulong(1)
-    local = (ctypes.c_size_t * 2)(ctypes.addressof(target), 1), one  # an iovec, and their number
-    nowhere = (ctypes.c_size_t * 2)(0, 1), one
-    read(os.getppid(), *local, *nowhere, ctypes.c_ulong(0))
-    return ctypes.get_errno() == errno.EFAULT  # nothing is at address 0; a refusal comes before that
+    try:
+        memory.read(os.getppid(), Region(0, 1))
+    except OSError as error:
+        return error.errno == errno.EFAULT  # nothing is at address 0; a refusal comes before that
+    return False
 
 
 def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOptions:
@@ -108,5 +106,5 @@ def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOpt
     for peer in context.members if device == "cuda" else ():
         if peer != context.me and store.get(f"device-{peer.rank}") == b"cuda":
             options.set_device_map(peer.name, {0: 0})
-            context.mapped.add(peer.name)
+            context.torch.mapped.add(peer.name)
     return options

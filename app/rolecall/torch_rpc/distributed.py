@@ -1,4 +1,8 @@
-"""What torch.distributed does in a generation: its store, process groups, RPC. Each starts when it is first needed."""
+"""Connects a worker to its generation: by the wire and, if it is needed, by what torch.distributed does in it.
+
+A process connects once for each of its parts in a generation. Torch's RPC starts once a process: workers that use it
+are fresh processes, and end without a shutdown.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,26 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]
 
+from rolecall.context import meeting
 from rolecall.context.context import Context
+from rolecall.declare import registry
 from rolecall.declare.task import Peer
 from rolecall.errors import PeerLostError
 from rolecall.torch_rpc import agent
 from rolecall.torch_rpc.failures import first_line
 from rolecall.torch_rpc.reach import TunnelStore
-from rolecall.torch_rpc.store import open_store
+from rolecall.torch_rpc.store import local_address, open_store
 from rolecall.tunnel.client import TunnelClient
+from rolecall.wire.messages import Deadline, Request
+from rolecall.wire.session import Session
 
 _served: list[Context[Any]] = []  # the context of this process, for `_role_object`
 
@@ -48,6 +58,7 @@ class Torch:
         _served[:] = [context]
         self.ask_port: Callable[[], int] | None = None
         self._store = store
+        self.mapped = set[str]()  # the names of the peers that CUDA tensors can be sent to
         self._lock = threading.RLock()
 
     def store(self, port: int | None = None) -> Store:
@@ -86,12 +97,12 @@ class Torch:
             rpc._set_rpc_timeout(self._context.settings.rpc_timeout)  # type: ignore[attr-defined]
 
     def reference(self, to: Peer | str) -> rpc.RRef[Any]:
-        """See `Context.reference`."""
+        """An RRef of the role's object at the peer `to`."""
         name = to if isinstance(to, str) else to.name
         return rpc.remote(name, _role_object)  # type: ignore[no-any-return]
 
     def join_group(self, role: str, timeout: float) -> None:
-        """See `Context.join_group`."""
+        """Makes torch's default process group of the members with `role`. Raises PeerLostError."""
         context = self._context
         store, members = PrefixStore(f"group-{role}", self.store()), context.peers(role)
         place, device = members.index(context.me), context.device
@@ -107,6 +118,51 @@ class Torch:
             raise PeerLostError(f"no process group with all of {role}: {first_line(error)}") from error
 
 
+def connect(context: Context[Any], directory: Path, tunnel: Path | None = None, session: Session | None = None) -> None:
+    """Meets the workers of the generation that `context` has begun to be a part of: by way of the rank's `tunnel`, the
+    folder with its sockets, if there is one. `directory` is the worker's own; `session` is the context's newest.
+
+    Raises UsageError for a port that stays taken, and PeerLostError if not all members connect in time, or if the
+    session ends.
+    """
+    session = session or context.group.session
+    assert session is not None, "begin a generation first"
+    if session.ended:
+        raise session.error()
+    settings, host, open_tunnel = context.settings, context.settings.bind_addr, None
+    if host in ("", "0.0.0.0", "::"):
+        host = local_address(settings.master_addr)
+    if tunnel:
+        open_tunnel = partial(TunnelClient, tunnel, context.me.name, host, settings.port)
+    here = context.torch = Torch(context, open_tunnel)
+    if context.job is not None and not context.job.rpc:
+        here.store()
+        return
+    with_rpc = context.job is not None and registry.uses_torch_rpc(context.job, settings)
+    wire, store_port = meeting.meet(
+        context,
+        directory=directory,
+        tunnel=open_tunnel,
+        host=host,
+        session=session,
+        with_store=with_rpc,
+    )
+    rank0, seconds = context.rank0.name, settings.connect_timeout
+
+    def ask_port() -> int:
+        ask = Request("store_port", (), {}, seconds, internal=True)
+        return int(wire.call(rank0, ask, Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")).result())
+
+    here.ask_port = ask_port
+    if with_rpc:
+        here.start_rpc(store_port)
+
+
 def _role_object() -> Any:
-    """Runs at the owner: the object of its role."""
-    return _served[0].role_object()
+    """Runs at the owner: the object of its role. Raises PeerLostError if it is not made within PHASE_TIMEOUT."""
+    (context,) = _served
+    limit = context.settings.phase_timeout
+    try:
+        return context.role_object.result(limit)
+    except TimeoutError:
+        raise PeerLostError(f"{context.me.name} was not ready within PHASE_TIMEOUT={limit:g} s") from None

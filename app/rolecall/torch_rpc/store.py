@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import sys
 import time
@@ -16,10 +15,11 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from rolecall import config, machine
 from rolecall.config import Settings
-from rolecall.errors import PeerLostError, UsageError
+from rolecall.errors import PeerLostError
 from rolecall.torch_rpc.reach import LOOPBACK, TunnelStore
 from rolecall.tunnel import places
 from rolecall.tunnel.client import TunnelClient
+from rolecall.tunnel.listening import listen
 
 OTHER_USERS_DOC = "docs/security.md#other-users-of-the-machine"
 
@@ -48,7 +48,7 @@ def open_store(
         # a cluster may not lead a pod back to itself by its Service
         host = LOOPBACK if is_rank0 and not settings.bind_addr else settings.master_addr
         if is_rank0:
-            listener = socket.create_server((settings.bind_addr, 0)) if known else _listen(settings)
+            listener = socket.create_server((settings.bind_addr, 0)) if known else listen(settings, plain=True)
             port = listener.getsockname()[1]
         elif not known:
             _await_listener(settings)
@@ -106,26 +106,6 @@ def is_loopback(address: str) -> bool:
         return socket.gethostbyname(address).startswith("127.")
     except OSError:  # a name that is unknown yet is another machine's
         return False
-
-
-def _listen(settings: Settings) -> socket.socket:
-    # shorter than the others' wait for rank 0: its own error names the setting
-    end = time.monotonic() + settings.connect_timeout / 2
-    while True:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((settings.bind_addr, settings.rank0_plain_port))
-            listener.listen(1024)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
-                where = f"{settings.bind_addr or 'any address'} ({error.strerror})"
-                raise UsageError(
-                    f"PORT={settings.port}: cannot listen on the next port at {where}; {config.port_advice('PORT')}"
-                ) from error
-            time.sleep(0.1)  # a port has no event for becoming free
 
 
 def _await_listener(settings: Settings) -> None:

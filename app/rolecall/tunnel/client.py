@@ -6,16 +6,17 @@ import socket
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from rolecall.errors import PeerLostError
 from rolecall.messages.codec import decode, encode
 from rolecall.messages.tunnel import (
     Announce,
-    Answer,
     Certificate,
     Destination,
     GetCertificate,
     GetTicket,
+    Problem,
     Reach,
     Receive,
     Request,
@@ -24,6 +25,7 @@ from rolecall.tunnel import places
 
 DEADLINE_SECONDS = 10.0  # for an answer of the own tunnel
 MAX_ANSWER_BYTES = 2**16
+A = TypeVar("A")
 
 
 class TunnelClient:
@@ -35,9 +37,7 @@ class TunnelClient:
 
     def __init__(self, directory: Path, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
-        self.another = partial(
-            TunnelClient, directory, name, host, port
-        )  # opens one, in another process of this rank too
+        self.another = partial(TunnelClient, directory, name, host, port)  # in another process of this rank too
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(DEADLINE_SECONDS)
@@ -48,7 +48,7 @@ class TunnelClient:
 
     def announce(self, port: int, service: str = "") -> str:
         """Lets peers reach the loopback `port`. Returns what they must ask for."""
-        return self._ask(Announce(port, service)).service
+        return self._ask(str, Announce(port, service))
 
     def port_to(
         self, name: str, host: str, port: int, service: str, *, real: int = 0, below: int = 0, digits: int = 0
@@ -56,28 +56,26 @@ class TunnelClient:
         """A loopback port that leads to what the member `name` announced as `service`; see `loopback_listener` for
         `below` and `digits`."""
         peer = Destination(name, host, port, service, real)
-        return self._ask(Reach(peer, below, digits)).port
+        return self._ask(int, Reach(peer, below, digits))
 
     def certificate(self) -> Certificate:
         """This rank's certificate."""
-        certificate = self._ask(GetCertificate()).certificate
-        assert certificate
-        return certificate
+        return self._ask(Certificate, GetCertificate())
 
     def ticket(self, name: str, host: str, port: int, service: str, seconds: float) -> str:
         """A ticket for a connection to `service` of the member `name`. Raises PeerLostError if the member's tunnel does
         not give one within `seconds`."""
         self._socket.settimeout(seconds + DEADLINE_SECONDS)
-        answer = self._ask(GetTicket(Destination(name, host, port, service)))
+        answer: str | Problem = self._ask(cast(Any, str | Problem), GetTicket(Destination(name, host, port, service)))
         self._socket.settimeout(DEADLINE_SECONDS)
-        if answer.problem:
-            raise PeerLostError(f"{name} at {host}:{port} cannot be reached: {answer.problem}")
-        return answer.ticket
+        if isinstance(answer, Problem):
+            raise PeerLostError(f"{name} at {host}:{port} cannot be reached: {answer.text}")
+        return answer
 
     def receive_forever(self, service: str) -> socket.socket:
         """Has the tunnel hand over the connections to `service`: a socket from which they are read. The client is used
         up."""
-        self._ask(Receive(service))
+        self._ask(str, Receive(service))
         self._socket.settimeout(None)
         return self._socket
 
@@ -85,7 +83,7 @@ class TunnelClient:
         """Closes it, and what it announced."""
         self._socket.close()
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, kind: type[A], request: Request) -> A:
         try:
             with self._lock:
                 self._socket.send(encode(request))
@@ -95,5 +93,5 @@ class TunnelClient:
             raise PeerLostError(f"this rank's tunnel does not answer ({error})") from error
         if not data:
             raise PeerLostError("this rank's tunnel has ended")
-        answer: Answer = decode(Answer, data)
+        answer: A = decode(kind, data)
         return answer

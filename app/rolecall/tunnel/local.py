@@ -63,25 +63,23 @@ class LocalListener:
 
 
 class LocalServer:
-    """Serves `listener`. Calls `announced(service, port)`, with None once the service ends,
-    `reach(destination, port, connection)` for each connection to a port that leads to a peer,
-    `receive(service, client)` for a worker that takes the connections to a service itself, and
-    `ticket(destination, answer)` for one that asks for a ticket; `certificate()` is the answer to a request for the
-    rank's certificate."""
+    """Serves `listener`. Calls `announced(service, target)` with a loopback port, with the socket of a worker that
+    takes the connections itself, or with None once the service ends, `reach(destination, port, connection)` for each
+    connection to a port that leads to a peer, and `ticket(destination, answer)` for a worker that asks for a ticket;
+    `certificate()` is the answer to a request for the rank's certificate."""
 
     def __init__(
         self,
         loop: Loop,
         listener: socket.socket,
-        announced: Callable[[str, int | None], None],
+        announced: Callable[[str, int | socket.socket | None], None],
         reach: Callable[[Destination, int, socket.socket], None],
         *,
-        receive: Callable[[str, socket.socket], None],
         ticket: Callable[[Destination, Callable[[Answer], None]], None],
         certificate: Callable[[], Certificate],
     ) -> None:
         self._loop, self._announced, self._reach = loop, announced, reach
-        self._receive, self._ticket, self._certificate = receive, ticket, certificate
+        self._ticket, self._certificate = ticket, certificate
         LocalListener(loop, listener, self._serve_client)
 
     def _serve_client(self, client: socket.socket) -> None:
@@ -120,13 +118,13 @@ class LocalServer:
             case Announce(port, service):
                 services.append(service or secrets.token_hex(8))
                 self._announced(services[-1], port)
-                return Answer(service=services[-1])
+                return services[-1]
             case GetCertificate():
-                return Answer(certificate=self._certificate())
+                return self._certificate()
             case Receive(service):
                 services.append(service)
-                self._receive(service, client)
-                return Answer()
+                self._announced(service, client)
+                return service
             case GetTicket(peer):
 
                 def answer(ticket: Answer) -> None:
@@ -140,7 +138,7 @@ class LocalServer:
                 port = int(listener.getsockname()[1])
                 reach = lambda connection: self._reach(peer, port, connection)  # noqa: E731
                 listeners.append(LocalListener(self._loop, listener, reach))
-                return Answer(port=port)
+                return port
 
 
 def unix_listener(path: Path, kind: int = socket.SOCK_STREAM) -> socket.socket:

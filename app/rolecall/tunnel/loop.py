@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class HasFile(Protocol):
-    """Something with a file descriptor."""
-
-    def fileno(self) -> int:
-        """The file descriptor."""
-        ...
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
 
 class Loop:
@@ -27,7 +22,7 @@ class Loop:
         """A loop can be watched by another one."""
         return self._epoll.fileno()
 
-    def watch(self, file: HasFile, events: int, ready: Callable[[int], None]) -> None:
+    def watch(self, file: HasFileno, events: int, ready: Callable[[int], None]) -> None:
         """Calls `ready` with the events whenever some of `events` happen to `file`, until told otherwise."""
         number = file.fileno()
         before = self._watched.get(number)
@@ -42,7 +37,7 @@ class Loop:
         elif before[0] != events:
             self._epoll.modify(number, events)
 
-    def forget(self, file: HasFile) -> None:
+    def forget(self, file: HasFileno) -> None:
         """Calls no more for `file`. To be done before it is closed."""
         if self._watched.pop(file.fileno(), None):
             self._epoll.unregister(file.fileno())

@@ -1,11 +1,10 @@
-"""Reads the certificate that is presented at a port, whoever signed it."""
+"""Reads the fingerprint in the certificate that is presented at a port, whoever signed it."""
 
 from __future__ import annotations
 
 import contextlib
 import ssl
 import time
-from dataclasses import dataclass
 
 from cryptography import x509
 
@@ -14,21 +13,10 @@ from rolecall.tunnel.dial import connect
 from rolecall.tunnel.keys import FINGERPRINT, Credentials
 
 
-@dataclass(frozen=True)
-class Presented:
-    """What a certificate says: the `fingerprint` of the authority that signed it (of one that is derived from a token,
-    otherwise empty), that authority's name, the hosts that it is for, and when it is valid (Unix seconds)."""
-
-    fingerprint: str
-    issuer: str
-    hosts: tuple[str, ...]
-    begins: float
-    ends: float
-
-
-def peek(credentials: Credentials | None, address: tuple[str, int], seconds: float) -> Presented:
-    """The certificate that is presented at `address`. No service is requested, and nothing is trusted. With
-    `credentials`, a member accepts the connection as a member's.
+def peek(credentials: Credentials | None, address: tuple[str, int], seconds: float) -> str:
+    """The fingerprint of the authority that has signed the certificate presented at `address`; empty if that is not
+    derived from a token. No service is requested, and nothing is trusted. With `credentials`, a member accepts the
+    connection as a member's.
 
     Raises ConnectionError if the other end does not speak TLS 1.3, TimeoutError and OSError if nothing answers.
     """
@@ -55,19 +43,13 @@ def peek(credentials: Credentials | None, address: tuple[str, int], seconds: flo
     return _read(presented)
 
 
-def _read(presented: bytes) -> Presented:
+def _read(presented: bytes) -> str:
     try:
-        certificate = x509.load_der_x509_certificate(presented)
-        fingerprint, hosts = "", tuple[str, ...]()
-        for extension in certificate.extensions:
+        for extension in x509.load_der_x509_certificate(presented).extensions:
             match extension.value:
                 case x509.AuthorityKeyIdentifier(key_identifier=bytes() as identifier):
                     if len(identifier) == FINGERPRINT:  # other programs' identifiers are of another kind
-                        fingerprint = identifier.hex()
-                case x509.SubjectAlternativeName() as names:
-                    hosts = tuple(str(name.value) for name in names)
-        issuer = ", ".join(str(name.value) for name in certificate.issuer)
-        begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+                        return identifier.hex()
     except ValueError as error:
         raise ConnectionError(f"what answers presents a damaged certificate ({error})") from error
-    return Presented(fingerprint, issuer, hosts, begins.timestamp(), ends.timestamp())
+    return ""

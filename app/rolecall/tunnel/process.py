@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.messages.codec import decode, encode
-from rolecall.messages.tunnel import Answer, Certificate, Destination, Figures, Place
+from rolecall.messages.tunnel import Answer, Certificate, Destination, Figures, Place, Problem
 from rolecall.tunnel import places
 from rolecall.tunnel.acceptor import Acceptor
 from rolecall.tunnel.channel import Channel
@@ -30,7 +30,7 @@ from rolecall.tunnel.dial import CONNECTED, REFUSED, StrangerError, dial
 from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.local import LOOPBACK, LocalListener, LocalServer
 from rolecall.tunnel.loop import Loop
-from rolecall.tunnel.splice import RESET, Rewrite, Splice
+from rolecall.tunnel.relay import RESET, Relay, Rewrite
 from rolecall.tunnel.tickets import Tickets
 
 PULSE_SECONDS = 1.0  # between two checks of deadlines, and two reports of figures
@@ -42,7 +42,7 @@ UNKNOWN_SERVICE = "service"  # the reason label: a member requests a service tha
 LOG_REPEAT_SECONDS = 30.0
 
 
-class Sockets(NamedTuple):
+class Listeners(NamedTuple):
     """The tunnel's listeners: PORT, its worker's requests, and connections to the coordinator."""
 
     outside: socket.socket
@@ -58,10 +58,10 @@ class Tunnel:
         self,
         settings: Settings,
         credentials: Credentials,
-        *,
         rank0: str,
+        *,
         coordinator: Path | None,
-        sockets: Sockets,
+        listeners: Listeners,
         supervisor: socket.socket,
     ) -> None:
         self._settings, self._credentials, self._rank0 = settings, credentials, rank0
@@ -73,7 +73,7 @@ class Tunnel:
         if coordinator:
             self._services[places.CONTROL] = coordinator
         self._parked: dict[str, list[tuple[float, Channel]]] = {}
-        self._splices: set[Splice] = set()
+        self._relays: set[Relay] = set()
         self._bytes = 0  # of closed connections
         self._refused: Counter[str] = Counter()
         self._reported = Figures()
@@ -86,7 +86,7 @@ class Tunnel:
         self._awake = awake
         loop.watch(awake, select.EPOLLIN, lambda _: self._finish_dials())
         self._acceptor = Acceptor(
-            sockets.outside,
+            listeners.outside,
             credentials,
             settings.lease_seconds,
             connected=self._member_connected,
@@ -95,14 +95,13 @@ class Tunnel:
         )
         LocalServer(
             loop,
-            sockets.inside,
+            listeners.inside,
             self._announce,
             self._reach,
-            receive=self._receive,
             ticket=self._fetch_ticket,
             certificate=self._certificate,
         )
-        LocalListener(loop, sockets.control, self._reach_rank0)
+        LocalListener(loop, listeners.control, self._reach_rank0)
         loop.watch(supervisor, select.EPOLLIN, self._receive_order)
         self._ended = False
 
@@ -157,7 +156,7 @@ class Tunnel:
             with contextlib.suppress(OSError):  # the peer has closed it
                 channel.send_text(CONNECTED)
                 undo.pop_all()
-                self._splice(channel, plain)
+                self._relay(channel, plain)
 
     def _redeem(self, ticket: bytes, connection: socket.socket) -> bool:
         """Hands a connection with a ticket to the worker that it is for."""
@@ -178,31 +177,17 @@ class Tunnel:
 
     def _rejected(self, reason: str, address: str, problem: str) -> None:
         self._refused[reason] += 1
-        now = time.monotonic()
-        if reason == "closed" or now - self._logged.get(reason, float("-inf")) < LOG_REPEAT_SECONDS:
-            return
-        self._logged[reason] = now
-        _log(
-            "warning",
-            "connection rejected",
-            reason=reason,
-            address=address,
-            problem=problem,
-            rejections=self._refused[reason],
-        )
+        if reason != "closed":
+            count = self._refused[reason]
+            self._log(reason, "connection rejected", reason=reason, address=address, problem=problem, rejections=count)
 
     # ---- requests of this rank
 
-    def _announce(self, service: str, port: int | None) -> None:
-        if port is None:
+    def _announce(self, service: str, target: int | socket.socket | None) -> None:
+        if target is None:
             self._services.pop(service, None)
             return
-        self._services[service] = port
-        for _, channel in self._parked.pop(service, ()):
-            self._accept_member(channel, service)
-
-    def _receive(self, service: str, client: socket.socket) -> None:
-        self._services[service] = client
+        self._services[service] = target
         for _, channel in self._parked.pop(service, ()):
             self._accept_member(channel, service)
 
@@ -212,11 +197,11 @@ class Tunnel:
     def _fetch_ticket(self, peer: Destination, answer: Callable[[Answer], None]) -> None:
         def connected(channel: Channel) -> None:
             channel.close()
-            answer(Answer(ticket=channel.answer))
+            answer(channel.answer)
 
         def failed(error: BaseException) -> None:
-            self._log_unreachable(f"{peer.name} at {peer.host}:{peer.port}", error)
-            answer(Answer(problem=str(error) or type(error).__name__))
+            self._log_unreachable(peer, error)
+            answer(Problem(str(error) or type(error).__name__))
 
         self._dial(self._dials, peer._replace(service=places.TICKET + peer.service), connected, failed)
 
@@ -226,10 +211,10 @@ class Tunnel:
             rewrite = Rewrite(f"{LOOPBACK}:{peer.real}".encode(), f"{LOOPBACK}:{port}".encode())
 
         def connected(channel: Channel) -> None:
-            self._splice(channel, plain, rewrite)
+            self._relay(channel, plain, rewrite)
 
         def failed(error: BaseException) -> None:
-            self._log_unreachable(f"{peer.name} at {peer.host}:{peer.port}", error)
+            self._log_unreachable(peer, error)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             plain.close()
 
@@ -248,7 +233,7 @@ class Tunnel:
 
         s = self._settings
         rank0 = Destination(self._rank0, s.master_addr, s.rank0_port, places.CONTROL)
-        self._dial(self._control_dials, rank0, lambda channel: self._splice(channel, plain), failed)
+        self._dial(self._control_dials, rank0, lambda channel: self._relay(channel, plain), failed)
 
     def _dial(
         self,
@@ -287,23 +272,29 @@ class Tunnel:
         while self._done:
             self._done.popleft()()
 
-    def _log_unreachable(self, peer: str, error: BaseException) -> None:
+    def _log_unreachable(self, peer: Destination, error: BaseException) -> None:
+        level = "warning" if isinstance(error, StrangerError | ssl.SSLError) else "info"
+        place, problem = f"{peer.name} at {peer.host}:{peer.port}", str(error) or type(error).__name__
+        self._log(place, "a peer's tunnel cannot be reached", level, peer=place, problem=problem)
+
+    def _log(self, key: str, event: str, level: str = "warning", **details: Any) -> None:
+        """Logs, for each `key` once in LOG_REPEAT_SECONDS. A full disk or a closed pipe must not end the tunnel."""
         now = time.monotonic()
-        if now - self._logged.get(peer, float("-inf")) > LOG_REPEAT_SECONDS:
-            self._logged[peer] = now
-            level = "warning" if isinstance(error, StrangerError | ssl.SSLError) else "info"
-            _log(level, "a peer's tunnel cannot be reached", peer=peer, problem=str(error) or type(error).__name__)
+        if now - self._logged.get(key, float("-inf")) > LOG_REPEAT_SECONDS:
+            self._logged[key] = now
+            with contextlib.suppress(OSError, ValueError):
+                getattr(telemetry.log(), level)(event, **details)
 
     # ---- connections and the supervisor
 
-    def _splice(self, channel: Channel, plain: socket.socket, rewrite: Rewrite | None = None) -> None:
-        splice = Splice(self._loop, channel, plain, self._closed, rewrite)
-        if not splice.over:
-            self._splices.add(splice)
+    def _relay(self, channel: Channel, plain: socket.socket, rewrite: Rewrite | None = None) -> None:
+        relay = Relay(self._loop, channel, plain, self._closed, rewrite)
+        if not relay.over:
+            self._relays.add(relay)
 
-    def _closed(self, splice: Splice) -> None:
-        self._bytes += splice.bytes
-        self._splices.discard(splice)
+    def _closed(self, relay: Relay) -> None:
+        self._bytes += relay.bytes
+        self._relays.discard(relay)
 
     def _receive_order(self, _: int) -> None:
         try:
@@ -313,7 +304,7 @@ class Tunnel:
         if message:
             place: Place = decode(Place, message)
             self._credentials.place(place.name)
-            self._renew(time.monotonic())
+            self._renew()
         else:
             self._ended = True
 
@@ -326,20 +317,18 @@ class Tunnel:
                 self._decline(channel, f"{service[:64]} was not announced in time")
             if not self._parked[service]:
                 del self._parked[service]
-        self._renew(now)
-        total = self._bytes + sum(splice.bytes for splice in self._splices)
-        figures = Figures(len(self._splices), total, dict(self._refused))
+        self._renew()
+        total = self._bytes + sum(relay.bytes for relay in self._relays)
+        figures = Figures(len(self._relays), total, dict(self._refused))
         if figures != self._reported:
             self._reported = figures
             with contextlib.suppress(OSError):  # the supervisor ends, or is stopped
                 self._supervisor.send(encode(figures), socket.MSG_DONTWAIT)
 
-    def _renew(self, now: float) -> None:
+    def _renew(self) -> None:
         if problem := self._credentials.refresh():
             self._refused[RENEWAL] += 1
-            if now - self._logged.get(RENEWAL, float("-inf")) > LOG_REPEAT_SECONDS:
-                self._logged[RENEWAL] = now
-                _log("warning", "new certificates cannot be used; the earlier ones stay in use", problem=problem)
+            self._log(RENEWAL, "new certificates cannot be used; the earlier ones stay in use", problem=problem)
 
 
 def _threads(count: int) -> ThreadPoolExecutor:
@@ -348,9 +337,3 @@ def _threads(count: int) -> ThreadPoolExecutor:
     for _ in range(count):
         pool.submit(all_there.wait)
     return pool
-
-
-def _log(level: str, event: str, **details: Any) -> None:
-    """Logs. A full disk or a closed pipe must not end the tunnel."""
-    with contextlib.suppress(OSError, ValueError):
-        getattr(telemetry.log(), level)(event, **details)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,8 @@ import numpy as np
 from rolecall.errors import CallError
 from rolecall.telemetry import log
 from rolecall.weights import plan as plans
-from rolecall.weights.copies import Absent, Copies, Runs, Version
-from rolecall.weights.manifest import Entry, Manifest, Stamp, digests_of
+from rolecall.weights.copies import Absent, Copies, Version
+from rolecall.weights.manifest import Entry, Manifest, VersionId, digests_of
 from rolecall.weights.plan import Plan
 from rolecall.weights.registry import Member, Offer
 from rolecall.wire.future import Future
@@ -43,8 +43,8 @@ class Connection(NamedTuple):
         return self.call(to, Request(method, args, {}, seconds, internal=True), Deadline(seconds))
 
 
-class Draft(NamedTuple):
-    """A publication without digests and stamp."""
+class PendingVersion(NamedTuple):
+    """A publication without digests and identity."""
 
     version: int
     entries: tuple[Entry, ...]
@@ -54,7 +54,7 @@ class Draft(NamedTuple):
 
 class _Answer(NamedTuple):
     request: plans.Request
-    runs: Runs
+    chunks: list[int]
     value: Any
     error: BaseException | None
 
@@ -66,15 +66,14 @@ class Exchange:
     def __init__(self, copies: Copies, connect: Callable[[float], Connection | None], metrics: Any) -> None:
         self.copies = copies
         self._connect, self._metrics = connect, metrics
-        self._draft: Draft | None = None  # the newest, until it is a version
+        self._pending: PendingVersion | None = None  # the newest publication, until it is a version
         self._reads = False
-        self._gone: Stamp | None = None  # the version that nobody had any more
         threading.Thread(target=self._run, name=f"weights {copies.name}", daemon=True).start()
 
-    def publish(self, draft: Draft) -> None:
-        """The draft becomes the newest version, unless another one follows at once."""
+    def publish(self, pending: PendingVersion) -> None:
+        """`pending` becomes the newest version, unless another one follows at once."""
         with self.copies.changed:
-            self._draft = draft
+            self._pending = pending
             self.copies.changed.notify_all()
 
     def subscribe(self) -> None:
@@ -100,25 +99,25 @@ class Exchange:
                 if not connection.session.wait(RETRY_SECONDS):
                     log().warning("weights", name=self.copies.name, problem=str(error) or type(error).__name__)
 
-    def _complete_draft(self, connection: Connection) -> None:
-        draft = self._draft
-        if draft is None:
+    def _complete_pending(self, connection: Connection) -> None:
+        pending = self._pending
+        if pending is None:
             return
-        digests = digests_of(memoryview(draft.buffer))  # type: ignore[arg-type]  # numpy's stubs know no buffers
+        digests = digests_of(memoryview(pending.buffer))  # type: ignore[arg-type]  # numpy's stubs know no buffers
         number = connection.ask(connection.rank0, "weights_number", self.copies.name).result()
-        stamp = Stamp(connection.session.generation, number, connection.me[0])
+        version_id = VersionId(connection.session.generation, number, connection.me[0])
         manifest = Manifest(
-            stamp,
-            version=draft.version,
-            entries=draft.entries,
-            nbytes=draft.buffer.nbytes,
-            full_nbytes=draft.full_nbytes,
+            version_id,
+            version=pending.version,
+            entries=pending.entries,
+            nbytes=pending.buffer.nbytes,
+            full_nbytes=pending.full_nbytes,
             digests=digests,
         )
         with self.copies.changed:
-            if self._draft is draft:
-                self._draft = None
-        self._add(Version(manifest, draft.buffer, complete=True))
+            if self._pending is pending:
+                self._pending = None
+        self._add(Version(manifest, pending.buffer, complete=True))
 
     def _add(self, version: Version) -> None:
         self.copies.add(version)
@@ -128,33 +127,33 @@ class Exchange:
     def _serve(self, connection: Connection) -> None:
         """Does what there is to do until the session ends."""
         copies, session = self.copies, connection.session
-        told: tuple[Stamp | None, bool] | None = None
+        told: tuple[VersionId | None, bool] | None = None
         offered: Future[Offer | None] | None = None
-        after: Stamp | None = None  # that the question is for
+        after: VersionId | None = None  # that the question is for
         while not session.ended:
-            self._complete_draft(connection)
+            self._complete_pending(connection)
             newest, reads = copies.newest, self._reads
-            stamp = newest.stamp if newest else None
-            if told != (stamp, reads) and (stamp or reads):
-                told = (stamp, reads)
+            version_id = newest.version_id if newest else None
+            if told != (version_id, reads) and (version_id or reads):
+                told = (version_id, reads)
                 connection.ask(connection.rank0, "weights_tell", copies.name, connection.me, *told).result()
-            if offered is not None and (offered.done() or after != stamp):
+            if offered is not None and (offered.done() or after != version_id):
                 offer = offered.result() if offered.done() else None
                 if not offered.done():
                     offered.cancel()
                 offered = None
-                if offer is not None and (stamp is None or offer.stamp > stamp):
+                if offer is not None and (version_id is None or offer.version_id > version_id):
                     self._pull(connection, offer)
                     continue
             if reads and offered is None:
-                after = stamp
-                question = (copies.name, stamp, POLL_SECONDS)
+                after = version_id
+                question = (copies.name, version_id, POLL_SECONDS)
                 offered = connection.ask(connection.rank0, "weights_newer", *question, wait=POLL_SECONDS)
                 offered.add_done_callback(lambda _: copies.notify())
 
             def is_news(offered: Future[Any] | None = offered, before: Any = (newest, reads)) -> bool:
                 done = offered is not None and offered.done()
-                return done or session.ended or self._draft is not None or before != (copies.newest, self._reads)
+                return done or session.ended or self._pending is not None or before != (copies.newest, self._reads)
 
             copies.wait(is_news, copies.drop_old() or SESSION_SECONDS)
 
@@ -165,10 +164,7 @@ class Exchange:
         the network would keep every pull from its end. Raises CallError if nobody can serve it."""
         started, copies, me = time.monotonic(), self.copies, connection.me[0]
         manifest = self._manifest(connection, offer)
-        if manifest is None:  # as a rule, a newer one has taken its place, which the next offer names
-            if self._gone == offer.stamp:
-                raise CallError(f"weights {copies.name!r}: no member has the newest version any more")
-            self._gone = offer.stamp
+        if manifest is None:  # a newer one has taken its place, which the next offer names
             connection.session.wait(LOOK_SECONDS)
             return
         version = copies.begin(manifest)
@@ -184,8 +180,10 @@ class Exchange:
         connected, received = set[str](), 0
         counter = self._metrics.weights_bytes.labels(self.copies.name)
         while plan.missing:
-            self._complete_draft(connection)
-            self._mark_direct(version, plan.take_direct())
+            self._complete_pending(connection)
+            for cell in plan.take_direct():
+                for chunk in _chunks(version, cell):
+                    version.direct[chunk] = 1
             for request in plan.next(time.monotonic()):
                 arguments = (connection, version, request, answers)
                 if request.source in connected:
@@ -215,7 +213,7 @@ class Exchange:
         for number in range(len(offer.holders)):
             holder = offer.holders[(number + turn) % len(offer.holders)]
             try:
-                manifest = connection.ask(holder, "weights_manifest", self.copies.name, offer.stamp).result()
+                manifest = connection.ask(holder, "weights_manifest", self.copies.name, offer.version_id).result()
             except CallError as problem:
                 error = problem
                 continue
@@ -228,17 +226,17 @@ class Exchange:
     def _request(
         self, connection: Connection, version: Version, request: plans.Request, answers: queue.SimpleQueue[_Answer]
     ) -> None:
-        runs = _missing_runs(version, request.cell)
-        arguments = (self.copies.name, version.stamp, runs, CHUNKS_SECONDS)
+        chunks = [chunk for chunk in _chunks(version, request.cell) if not version.has[chunk]]
+        arguments = (self.copies.name, version.version_id, chunks, CHUNKS_SECONDS)
         try:
             future = connection.ask(request.source, "weights_chunks", *arguments, wait=CHUNKS_SECONDS)
         except CallError as error:  # in a thread of its own, which nobody waits for
-            answers.put(_Answer(request, runs, None, error))
+            answers.put(_Answer(request, chunks, None, error))
             return
 
         def answered(future: Any) -> None:
             error = future.exception()
-            answers.put(_Answer(request, runs, None if error else future.result(), error))
+            answers.put(_Answer(request, chunks, None if error else future.result(), error))
 
         future.add_done_callback(answered)
 
@@ -248,34 +246,20 @@ class Exchange:
         if answer.error is not None or answer.value is Absent.GONE:
             plan.lost(source)
             return 0
-        if answer.value is Absent.ELSEWHERE:
+        if answer.value is Absent.NOT_AVAILABLE:
             plan.refused(source, cell, now)
             return 0
-        parts = [memoryview(part) for part in answer.value]
-        wrong = self.copies.put(version, answer.runs, parts)
+        contents = [memoryview(each) for each in answer.value]
+        wrong = self.copies.put(version, answer.chunks, contents)
         if wrong:
             log().warning("weights", name=self.copies.name, problem=f"{source} sent {wrong} chunks with other digests")
             plan.refused(source, cell, now)
         else:
             plan.came(source, cell, now)
-        return sum(part.nbytes for part in parts)
-
-    @staticmethod
-    def _mark_direct(version: Version, cells: Sequence[int]) -> None:
-        for cell in cells:
-            start = cell * plans.CELL_CHUNKS
-            end = min(start + plans.CELL_CHUNKS, len(version.direct))
-            version.direct[start:end] = b"\1" * (end - start)
+        return sum(each.nbytes for each in contents)
 
 
-def _missing_runs(version: Version, cell: int) -> Sequence[tuple[int, int]]:
-    """The chunks of a cell that are not there."""
-    runs = list[tuple[int, int]]()
+def _chunks(version: Version, cell: int) -> range:
+    """The chunks of a cell."""
     start = cell * plans.CELL_CHUNKS
-    for chunk in range(start, min(start + plans.CELL_CHUNKS, version.manifest.chunks)):
-        if not version.has[chunk]:
-            if runs and runs[-1][1] == chunk:
-                runs[-1] = (runs[-1][0], chunk + 1)
-            else:
-                runs.append((chunk, chunk + 1))
-    return runs
+    return range(start, min(start + plans.CELL_CHUNKS, version.manifest.chunks))

@@ -3,15 +3,13 @@
 calls.py       The wire of one worker: its links to peers, the calls that it makes, and those that it carries out
 codec.py       Encodes values as pickle 5 with their large buffers beside it
 connecting.py  Connections between workers: Unix sockets, TLS, or unencrypted
-deadlines.py   Ends calls that are late
-dispatch.py    Runs the calls that arrive: in the thread that read them, in the main thread, or in an event loop
+deadlines.py   Ends calls that are late, and logs the stacks of their peers
+dispatch.py    Runs the calls that arrive: in the thread that read them, the main thread, or an event loop; their stacks
 frames.py      Frames of a connection: a header, a pickle, and its large buffers
 future.py      The answer of a call, as the caller sees it
-late.py        Asks the peer of a call that has passed its deadline for its stacks, and logs them
-link.py        A link to a peer, made by the one that calls: frames go out by one socket and come in by another
+link.py        A link to a peer: frames go out by one socket and come in by another; what waits for one, or an answer
 memory.py      Reads another process's memory, so that large buffers need not pass through a socket of one machine
 messages.py    What frames carry: requests, and what a method raised
-pending.py     Calls that have no answer yet, and links that are being made
 readers.py     The threads that read a connection and run what arrives
 session.py     A worker's part in a generation, as its calls see it: what belongs to it ends with it
 tracing.py     Calls as spans of a trace, at both ends

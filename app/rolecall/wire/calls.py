@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError
 from rolecall.wire.codec import Encoded, decode, encode
@@ -18,42 +18,34 @@ from rolecall.wire.deadlines import Deadlines
 from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.future import Future, Stream
-from rolecall.wire.link import Link, Sockets, pair
+from rolecall.wire.link import Ended, Link, Opening, Pending, Sockets, pair
 from rolecall.wire.messages import Deadline, Failure, Request
-from rolecall.wire.pending import Ended, Opening, Pending
-from rolecall.wire.readers import Watch
+from rolecall.wire.readers import LongCallMonitor
 from rolecall.wire.session import Session
 
 JOINED_AGAIN = "it has joined again"
 _NOTHING = Encoded(b"", [])
 
 
-class Connector(Protocol):
-    """Opens connections to peers."""
-
-    def open(self, peer: str, join: int) -> Sockets:
-        """Connects to `peer`, which is there as its part number `join` of the generation, or a later one. Raises
-        PeerLostError."""
-
-
 class Wire:
-    """The links of the member `me` in a `session`, with whose end all are closed. `dispatcher` runs the calls that
-    arrive. `lost(peer, join, error)` is called once a link that was made, to a peer's part number `join`, has broken.
-    """
+    """The links of the member `me` in a `session`, with whose end all are closed. `dial(peer, join)` connects to a
+    peer, which is there as its part number `join` of the generation, or a later one, or raises PeerLostError;
+    `dispatcher` runs the calls that arrive. `lost(peer, join, error)` is called once a link that was made, to a peer's
+    part number `join`, has broken."""
 
     def __init__(
         self,
         me: str,
-        connector: Connector,
+        dial: Callable[[str, int], Sockets],
         dispatcher: Dispatcher,
         *,
         max_message_bytes: int,
-        lost: Callable[[str, int, PeerLostError], None] = lambda peer, join, error: None,
-        session: Session | None = None,
+        lost: Callable[[str, int, PeerLostError], None],
+        session: Session,
     ) -> None:
-        self.me, self._connector, self._limit, self._lost = me, connector, max_message_bytes, lost
-        self.dispatcher, self._session = dispatcher, session or Session()
-        self._watch = Watch()
+        self.me, self._dial, self._limit, self._lost = me, dial, max_message_bytes, lost
+        self.dispatcher, self._session = dispatcher, session
+        self._monitor = LongCallMonitor()
         self._links: dict[str, Link] = {}  # to peers that this worker calls
         self._accepted: set[Link] = set()  # from peers that call this worker
         self._openings: dict[str, Opening] = {}
@@ -85,7 +77,7 @@ class Wire:
             link.close(self._session.problem)
         for opening in openings.values():
             self._fail_opening(opening, self._session.error())
-        self._watch.stop()
+        self._monitor.stop()
         self._deadlines.wake()
 
     # ---- links
@@ -134,7 +126,7 @@ class Wire:
             sockets,
             session=self._session,
             limit=self._limit,
-            watch=self._watch,
+            monitor=self._monitor,
             quick=self._quick,
             received=self._received,
             closed=self._closed,
@@ -162,7 +154,7 @@ class Wire:
     def _connect(self, peer: str, opening: Opening, join: int) -> None:
         """Makes the link to a peer's part number `join`, and sends what waits for it."""
         try:
-            sockets = self._to_self() if peer == self.me else self._connector.open(peer, join)
+            sockets = self._to_self() if peer == self.me else self._dial(peer, join)
         except PeerLostError as error:
             self._settle(peer, opening, join, error)
             return

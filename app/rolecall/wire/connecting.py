@@ -8,7 +8,6 @@ direction.
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import socket
 import ssl
@@ -17,10 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
+
+from msgspec import Struct
 
 from rolecall import telemetry
 from rolecall.errors import PeerLostError
+from rolecall.messages.codec import decode, encode
 from rolecall.messages.tunnel import Certificate
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.client import TunnelClient
@@ -34,14 +36,15 @@ from rolecall.wire.session import Session
 
 HELLO_SECONDS = 5.0  # from a connection to the end of its hello, and from that to the link's other connection
 MAX_HELLO_BYTES = 4096
-MAX_GREETINGS = 256  # connections, a thread each, that are no link yet; a further one replaces the oldest
+MAX_HANDSHAKES = 256  # connections, a thread each, that are no link yet; a further one replaces the oldest
 RETRY_SECONDS = 0.05
 CERTIFICATE_SECONDS = 10.0  # that a worker uses the certificate of its tunnel
 SOCKET_BYTES = 4 * 2**20  # of a Unix socket's buffer
 LOG_REPEAT_SECONDS = 30.0
 LENGTH = struct.Struct("!H")
 Direction = Literal["both", "out", "back"]  # of a connection's frames: as its maker sees it
-Kind = Literal["unix", "tcp", "tls"]
+Medium = Literal["unix", "tcp", "tls"]
+H = TypeVar("H", "Hello", "HelloReply")
 
 
 class Address(NamedTuple):
@@ -56,10 +59,16 @@ class Address(NamedTuple):
     join: int = 0
 
 
-class Hello(NamedTuple):
+class Probe(Struct, frozen=True):
+    """Bytes of a process's memory, for the other end of a connection to try to read."""
+
+    address: int
+    content: bytes
+
+
+class Hello(Struct, frozen=True):
     """What the maker of a connection says first: who it is, whom it wants, and which connections belong together.
-    `join` is the number of its part in the generation, `callee_join` that of the one that it wants. `address` and
-    `probe` are bytes of its memory, for the other end to try to read."""
+    `join` is the number of its part in the generation, `callee_join` that of the one that it wants."""
 
     caller: str
     callee: str
@@ -69,25 +78,19 @@ class Hello(NamedTuple):
     callee_join: int
     link: str
     direction: Direction
-    address: int = 0
-    probe: str = ""
-
-    @classmethod
-    def of(cls, received: dict[str, Any], kind: Kind) -> Hello:
-        """The hello that was received by a connection of `kind`. Raises ValueError."""
-        try:
-            hello = cls(**received)
-        except TypeError as error:
-            raise ValueError("its hello has other fields") from error
-        # the directions of TLS have a connection each
-        known = ("out", "back") if kind == "tls" else ("both",)
-        kinds = [str, str, str, int, int, int, str, str, int, str]
-        if [type(each) for each in hello] != kinds or hello.direction not in known:
-            raise ValueError("its hello has other values")
-        return hello
+    probe: Probe | None = None
 
 
-class Identity(NamedTuple):
+class HelloReply(Struct, frozen=True, omit_defaults=True):
+    """The answer to a hello: the `problem`, if there is one, and whether this process reads the other's memory. The
+    maker of a Unix connection says the latter too."""
+
+    problem: str = ""
+    reads: bool = False
+    probe: Probe | None = None
+
+
+class WorkerIdentity(NamedTuple):
     """A worker, for its peers: its part number `join` of a generation."""
 
     name: str
@@ -108,24 +111,20 @@ def machine_id() -> str:
 # ---- hello
 
 
-def send_hello(sock: socket.socket, value: dict[str, Any]) -> None:
-    """Sends a hello or an answer."""
-    body = json.dumps(value).encode()
+def send_hello(sock: socket.socket, message: Hello | HelloReply) -> None:
+    """Sends a hello or a reply."""
+    body = encode(message)
     sock.sendall(LENGTH.pack(len(body)) + body)
 
 
-def receive_hello(sock: socket.socket, end: float) -> dict[str, Any]:
-    """What the other end sends until `end`, in monotonic seconds. Raises OSError and ValueError."""
+def receive_hello(kind: type[H], sock: socket.socket, end: float) -> H:
+    """The hello or the reply that the other end sends until `end`, in monotonic seconds. Raises OSError and
+    ValueError."""
     (length,) = LENGTH.unpack(_receive(sock, LENGTH.size, end))
     if length > MAX_HELLO_BYTES:
         raise ValueError("its hello is too long")
-    try:
-        value = json.loads(_receive(sock, length, end))
-    except RecursionError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError("what it sends is no hello")
-    return value
+    message: H = decode(kind, _receive(sock, length, end))
+    return message
 
 
 def _receive(sock: socket.socket, count: int, end: float) -> bytes:
@@ -148,18 +147,17 @@ def _widen(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
 
 
-def _probe() -> dict[str, Any]:
-    return {"address": int(memory.PROBE.ctypes.data), "probe": memory.PROBE.tobytes().hex()}
+def _probe() -> Probe:
+    return Probe(memory.address_of(memory.PROBE.data), memory.PROBE.tobytes())
 
 
-def _reads(sock: socket.socket, theirs: dict[str, Any]) -> int:
+def _reads(sock: socket.socket, probe: Probe | None) -> int:
     """The process at the other end of a Unix socket, if this one may read its memory; otherwise 0."""
     pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    address, probe = theirs.get("address"), theirs.get("probe")
-    if type(address) is not int or type(probe) is not str:
-        raise ValueError("its hello has other values")
-    expected = bytes.fromhex(probe)
-    return int(pid) if expected and memory.may_read(pid, Region(address, len(expected)), expected) else 0
+    if probe is None or not probe.content:
+        return 0
+    region = Region(probe.address, len(probe.content))
+    return int(pid) if memory.may_read(pid, region, probe.content) else 0
 
 
 class Tls:
@@ -199,10 +197,10 @@ class Tls:
 # ---- the end that is called
 
 
-class _Greeting:
+class PendingHandshake:
     """A connection that is no link yet, and that has a thread."""
 
-    def __init__(self, sock: socket.socket, kind: Kind) -> None:
+    def __init__(self, sock: socket.socket, kind: Medium) -> None:
         self.sock, self.kind = sock, kind
         self.joined = threading.Event()  # the link's other connection has come, or nobody waits for it any more
 
@@ -217,22 +215,22 @@ class Acceptor:
     """Takes the connections to this worker until the end of `session`. Calls `accepted(peer, sockets)` for each link,
     from another thread.
 
-    Connections that are no link cost at most MAX_GREETINGS threads, each for twice HELLO_SECONDS.
+    Connections that are no link cost at most MAX_HANDSHAKES threads, each for twice HELLO_SECONDS.
     """
 
     def __init__(
         self,
-        me: Identity,
+        me: WorkerIdentity,
         tls: Tls | None,
         accepted: Callable[[str, Sockets], None],
-        session: Session | None = None,
+        session: Session,
     ) -> None:
-        self._me, self._tls, self._accepted, self._session = me, tls, accepted, session or Session()
-        self._greetings: dict[_Greeting, None] = {}  # the oldest first
-        self._halves: dict[tuple[str, str], _Greeting] = {}  # "out" connections, by caller and link
+        self._me, self._tls, self._accepted, self._session = me, tls, accepted, session
+        self._handshakes: dict[PendingHandshake, None] = {}  # the oldest first
+        self._halves: dict[tuple[str, str], PendingHandshake] = {}  # "out" connections, by caller and link
         self._lock = threading.Lock()
         self._logged_at = float("-inf")
-        self._session.on_end(self._stop_greetings)
+        self._session.on_end(self._stop_handshakes)
 
     def listen_unix(self, path: Path) -> None:
         """Takes connections of this user's processes at the socket `path`."""
@@ -241,9 +239,8 @@ class Acceptor:
         self._serve(unix_listener(path), "unix")
         self._session.on_end(lambda: path.unlink(missing_ok=True))
 
-    def listen_tcp(self, host: str, port: int) -> int:
-        """Takes unencrypted connections. Returns the port. Raises OSError."""
-        listener = socket.create_server((host, port), backlog=1024)
+    def listen_tcp(self, listener: socket.socket) -> int:
+        """Takes unencrypted connections to `listener`. Returns its port."""
         self._serve(listener, "tcp")
         return int(listener.getsockname()[1])
 
@@ -265,7 +262,7 @@ class Acceptor:
 
         self._read(receiver, receive, "tunnel")
 
-    def _serve(self, listener: socket.socket, kind: Kind) -> None:
+    def _serve(self, listener: socket.socket, kind: Medium) -> None:
         def accept() -> None:
             with listener:
                 while not self._session.ended:
@@ -294,31 +291,31 @@ class Acceptor:
 
         self._session.on_end(end)
 
-    def _begin(self, sock: socket.socket, kind: Kind) -> None:
-        greeting, oldest = _Greeting(sock, kind), None
+    def _begin(self, sock: socket.socket, kind: Medium) -> None:
+        handshake, oldest = PendingHandshake(sock, kind), None
         with self._lock:
             if self._session.ended:
                 sock.close()
                 return
-            if len(self._greetings) >= MAX_GREETINGS:
-                oldest = next(iter(self._greetings))
-                del self._greetings[oldest]
-            self._greetings[greeting] = None
+            if len(self._handshakes) >= MAX_HANDSHAKES:
+                oldest = next(iter(self._handshakes))
+                del self._handshakes[oldest]
+            self._handshakes[handshake] = None
         if oldest:
             oldest.stop()
-        threading.Thread(target=self._greet, args=(greeting,), name="wire hello", daemon=True).start()
+        threading.Thread(target=self._greet, args=(handshake,), name="wire hello", daemon=True).start()
 
-    def _stop_greetings(self) -> None:
+    def _stop_handshakes(self) -> None:
         with self._lock:
-            greetings = list(self._greetings)
-        for greeting in greetings:
-            greeting.stop()
+            handshakes = list(self._handshakes)
+        for handshake in handshakes:
+            handshake.stop()
 
-    def _greet(self, greeting: _Greeting) -> None:
+    def _greet(self, handshake: PendingHandshake) -> None:
         try:
-            self._exchange(greeting)
-        except (OSError, ValueError, KeyError, PeerLostError) as error:
-            greeting.sock.close()
+            self._exchange(handshake)
+        except (OSError, ValueError, PeerLostError) as error:
+            handshake.sock.close()
             now = time.monotonic()
             if now - self._logged_at > LOG_REPEAT_SECONDS and not self._session.ended:
                 self._logged_at = now
@@ -326,10 +323,10 @@ class Acceptor:
                 telemetry.log().info("a connection to this worker failed", problem=problem)
         finally:
             with self._lock:
-                self._greetings.pop(greeting, None)
+                self._handshakes.pop(handshake, None)
 
-    def _exchange(self, greeting: _Greeting) -> None:
-        sock, kind, end = greeting.sock, greeting.kind, time.monotonic() + HELLO_SECONDS
+    def _exchange(self, handshake: PendingHandshake) -> None:
+        sock, kind, end = handshake.sock, handshake.kind, time.monotonic() + HELLO_SECONDS
         sock.settimeout(HELLO_SECONDS)
         if kind == "unix":
             _widen(sock)
@@ -338,22 +335,27 @@ class Acceptor:
             set_keepalive(sock, self._me.lease)
         if kind == "tls":
             assert self._tls is not None
-            sock = greeting.sock = secured = self._tls.server(sock)
+            sock = handshake.sock = secured = self._tls.server(sock)
             secured.do_handshake()
-        received = receive_hello(sock, end)
-        hello = Hello.of(received, kind)
+        hello = receive_hello(Hello, sock, end)
+        if (hello.direction == "both") == (kind == "tls"):  # the directions of TLS have a connection each
+            raise ValueError(f"its hello has the direction {hello.direction}")
         if problem := self._problem(hello):
-            send_hello(sock, {"problem": problem})
+            send_hello(sock, HelloReply(problem))
             raise ConnectionError(f"{hello.caller} was refused: {problem}")
         match hello.direction:
             case "both":
-                pid = _reads(sock, received) if kind == "unix" else 0
-                send_hello(sock, {"reads": bool(pid), **(_probe() if kind == "unix" else {})})
-                read_by_peer = bool(receive_hello(sock, end)["reads"]) if kind == "unix" else False
+                pid, read_by_peer = 0, False
+                if kind == "unix":
+                    pid = _reads(sock, hello.probe)
+                    send_hello(sock, HelloReply(reads=bool(pid), probe=_probe()))
+                    read_by_peer = receive_hello(HelloReply, sock, end).reads
+                else:
+                    send_hello(sock, HelloReply())
                 sock.settimeout(None)
                 self._accepted(hello.caller, Sockets(sock, sock, pid, read_by_peer, hello.join))
             case "out":
-                self._await_other(hello, greeting)
+                self._await_other(hello, handshake)
             case _:
                 self._join(hello, sock)
 
@@ -367,16 +369,16 @@ class Acceptor:
             return f"this is part {me.join} of {me.name} in generation {me.generation}, not part {hello.callee_join}"
         return ""
 
-    def _await_other(self, hello: Hello, greeting: _Greeting) -> None:
+    def _await_other(self, hello: Hello, handshake: PendingHandshake) -> None:
         """Keeps the first connection of a link for the second."""
         place = hello.caller, hello.link
         with self._lock:
             if place in self._halves:
                 raise ValueError("a link with two connections of one direction")
-            self._halves[place] = greeting
+            self._halves[place] = handshake
         try:
-            send_hello(greeting.sock, {})
-            greeting.joined.wait(HELLO_SECONDS)
+            send_hello(handshake.sock, HelloReply())
+            handshake.joined.wait(HELLO_SECONDS)
         finally:
             with self._lock:
                 left = self._halves.pop(place, None)
@@ -388,11 +390,11 @@ class Acceptor:
             other = self._halves.pop((hello.caller, hello.link), None)
         if other is None:
             problem = "the other connection of this link was given up"
-            send_hello(sock, {"problem": problem})
+            send_hello(sock, HelloReply(problem))
             raise ConnectionError(problem)
         other.joined.set()
         try:
-            send_hello(sock, {})
+            send_hello(sock, HelloReply())
         except OSError:
             other.stop()
             raise
@@ -411,26 +413,27 @@ class Dialer:
 
     def __init__(
         self,
-        me: Identity,
+        me: WorkerIdentity,
         tls: Tls | None,
         tunnel: Callable[[], TunnelClient] | None,
         *,
         rank0: str,
         always_tls: bool,
         seconds: float,
-        session: Session | None = None,
+        session: Session,
     ) -> None:
         self._me, self._tls, self._tunnel = me, tls, tunnel
         self._rank0, self._always_tls, self._seconds = rank0, always_tls, seconds
         self.addresses: dict[str, Address] = {}
         self.find = self._find_nobody
-        self._machine, self._session = machine_id(), session or Session()
+        self._machine, self._session = machine_id(), session
 
     def _find_nobody(self, peer: str, join: int) -> Address:
         raise PeerLostError(f"{peer} does not answer: it is no member of generation {self._me.generation}")
 
     def open(self, peer: str, join: int) -> Sockets:
-        """See `Connector.open`. It takes CONNECT_TIMEOUT at most, after which it knows the address."""
+        """Connects to `peer`, which is there as its part number `join` of the generation, or a later one: within
+        CONNECT_TIMEOUT from when it knows the address. Raises PeerLostError."""
         address = self.addresses.get(peer)
         if address is None or address.join < join:
             address = self.addresses[peer] = self.find(peer, join)
@@ -458,12 +461,12 @@ class Dialer:
             sock.connect(address.path)
             if not same_user(sock):
                 raise ConnectionError("another user's socket")
-            answer = self._greet(sock, address, "both", secrets.token_hex(8), **_probe())
-            pid = _reads(sock, answer)
-            send_hello(sock, {"reads": bool(pid)})
+            reply = self._greet(sock, address, "both", secrets.token_hex(8), _probe())
+            pid = _reads(sock, reply.probe)
+            send_hello(sock, HelloReply(reads=bool(pid)))
             sock.settimeout(None)
             undo.pop_all()
-        return Sockets(sock, sock, pid, bool(answer.get("reads")))
+        return Sockets(sock, sock, pid, reply.reads)
 
     def _open_tcp(self, address: Address, end: float) -> Sockets:
         with contextlib.ExitStack() as undo:
@@ -504,22 +507,22 @@ class Dialer:
         set_keepalive(sock, self._me.lease)
 
     def _greet(
-        self, sock: socket.socket, callee: Address, direction: Direction, link: str, **probe: Any
-    ) -> dict[str, Any]:
+        self, sock: socket.socket, callee: Address, direction: Direction, link: str, probe: Probe | None = None
+    ) -> HelloReply:
         me = self._me
         hello = Hello(
-            me.name,
-            callee.name,
-            me.job,
-            me.generation,
+            caller=me.name,
+            callee=callee.name,
+            job=me.job,
+            generation=me.generation,
             join=me.join,
             callee_join=callee.join,
             link=link,
             direction=direction,
-            **probe,
+            probe=probe,
         )
-        send_hello(sock, hello._asdict())
-        answer = receive_hello(sock, time.monotonic() + HELLO_SECONDS)
-        if "problem" in answer:
-            raise ConnectionError(str(answer["problem"]))
-        return answer
+        send_hello(sock, hello)
+        reply = receive_hello(HelloReply, sock, time.monotonic() + HELLO_SECONDS)
+        if reply.problem:
+            raise ConnectionError(reply.problem)
+        return reply

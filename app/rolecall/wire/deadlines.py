@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rolecall import telemetry
 from rolecall.errors import CallError, CallTimeoutError, PeerLostError
-from rolecall.wire import late
 from rolecall.wire.dispatch import Examined
 from rolecall.wire.future import Future
-from rolecall.wire.late import EXAMINE_SECONDS
-from rolecall.wire.messages import Deadline, Request
-from rolecall.wire.pending import Pending
+from rolecall.wire.link import Pending
+from rolecall.wire.messages import EXAMINE_SECONDS, Deadline, Request
 from rolecall.wire.session import Session
 
 CHECK_SECONDS = 0.2  # between two looks at the deadlines of pending calls
@@ -142,21 +141,32 @@ class Deadlines:
         return max(0.0, min(float(deadline), deadline + deadline.wait - waited))
 
     def _conclude(self, calls: list[Pending], *, begun: bool, is_silent: bool) -> None:
-        """Calls of a method at a peer are late: fails them, with the stacks of those that run it."""
+        """Calls of a method at a peer are late: logs that, with the peer's stacks, and fails them: with a PeerLostError
+        if the peer does not send its stacks either."""
         first, stacks = calls[0], None
         if not is_silent:
             question = Request("stacks", (first.request.method,), {}, EXAMINE_SECONDS, internal=True)
             with contextlib.suppress(CallError):
                 stacks = self._ask(first.to, question)
-        judged = late.judge(
-            self.late_error(first, begun=begun),
-            to=first.to,
-            method=first.request.method,
-            setting=first.deadline.setting,
-            seconds=float(first.deadline),
-            stacks=stacks,
+        late: Exception = self.late_error(first, begun=begun)
+        details = (
+            {"exception": f"stacks of {first.to}:\n{stacks}"}
+            if stacks
+            else {"stacks": "none: the peer does not answer"}
+        )
+        if stacks is None:
+            frozen = PeerLostError(f"{late}, nor sends its stacks: it is frozen or cut off")
+            frozen.__cause__, late = late, frozen
+        deadline, method = first.deadline, first.request.method
+        telemetry.log().warning(
+            "call timed out",
+            peer=first.to,
+            function=method,
+            deadline_s=float(deadline),
+            setting=deadline.setting,
+            **details,
         )
         for call in calls:
-            self._end(call, None, judged, 0)
+            self._end(call, None, late, 0)
             if stacks is None and call.link and not call.sent:  # the caller is still sending it
-                call.link.close(str(judged))
+                call.link.close(str(late))

@@ -1,4 +1,4 @@
-"""Runs the calls that arrive: in the thread that read them, in the main thread, or in an event loop."""
+"""Runs the calls that arrive: in the thread that read them, the main thread, or an event loop; and their stacks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import asyncio
 import concurrent.futures
 import inspect
 import queue
+import sys
 import threading
 import time
 import traceback
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rolecall.declare import loader
 from rolecall.declare.remote import MARK, Remote, find, remote
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
-from rolecall.record.recorder import NOTHING, Nothing, Span
-from rolecall.wire import late, tracing
+from rolecall.record.recorder import NOOP, NoopSpan, Span
+from rolecall.wire import tracing
 from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
@@ -31,6 +34,8 @@ STREAM_CREDITS = 16  # items of a stream that may be on their way
 MAX_STREAMS = 1024  # that a worker serves at a time, a thread each; a further one is refused
 MAX_UNREAD = 64  # answers that one caller has not read; its further calls wait
 MAX_UNREAD_BYTES = 128 * 2**20  # of them
+MAX_STACKS_CHARS = 8_000
+_loops = weakref.WeakSet[asyncio.AbstractEventLoop]()  # that run `async` methods
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ class Dispatcher:
     """Runs calls of `internals`, this worker's own services, and of the role's object once `serve` has named it. `me`
     is this member's name. It lives as long as the worker, whatever generation the calls come from."""
 
-    def __init__(self, me: str, internals: object) -> None:
-        self._me, self._internals = me, [internals, self]
+    def __init__(self, me: str, *internals: object) -> None:
+        self._me, self._internals = me, [*internals, self]
         self._target: object | None = None
         self._refusal = ""  # why there is no target
         self._early: list[Call] = []  # that arrived before the target was there
@@ -114,10 +119,6 @@ class Dispatcher:
         """Calls of the role's object wait until `serve` is called again."""
         with self._lock:
             self._target, self._refusal = None, ""
-
-    def offer(self, internals: object) -> None:
-        """Peers' internal calls go to `internals`, too."""
-        self._internals.append(internals)
 
     def serve_turns(self) -> None:
         """Runs calls of methods with `turn`, as they come, until `stop_turns` is called."""
@@ -316,7 +317,7 @@ class Dispatcher:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                late.loops.add(self._loop)
+                _loops.add(self._loop)
                 threading.Thread(target=self._run_loop, args=(self._loop,), name="remote async", daemon=True).start()
 
         async def run() -> Any:
@@ -333,7 +334,7 @@ class Dispatcher:
         call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
         if call.cancelled:
             call.coroutine.cancel()
-        self._answer_later(call, call.coroutine, NOTHING, waits=False)
+        self._answer_later(call, call.coroutine, NOOP, waits=False)
 
     def _hand_over(self, call: Call, handover: Handover[Any]) -> None:
         place = call.link, call.number
@@ -355,7 +356,7 @@ class Dispatcher:
                 continue
 
     def _answer_later(
-        self, call: Call, future: concurrent.futures.Future[Any], span: Span | Nothing, waits: bool = True
+        self, call: Call, future: concurrent.futures.Future[Any], span: Span | NoopSpan, waits: bool = True
     ) -> None:
         def done(_: concurrent.futures.Future[Any]) -> None:
             if future.cancelled():
@@ -461,3 +462,42 @@ class Dispatcher:
         what = [*report.format_exception_only()][-1].strip().partition("\n")[0]
         kind = type(error).__name__ if isinstance(error, PeerLostError | CallTimeoutError) else "RemoteError"
         return Failure(kind, f"{self._me} raised {what}", loader.users_traceback(error), pickled(error))
+
+
+def stacks_of(method: str) -> str:
+    """The stacks of the threads and coroutines that run the called `method`, without the wire's frames; equal ones
+    once, with their number. If none runs it: of all that serve calls, and of the main thread, which runs methods with
+    `turn`."""
+    running, others = Counter[str](), Counter[str]()
+
+    def take(title: str, frames: list[traceback.FrameSummary]) -> None:
+        text = "".join([f"{title} (most recent call last):\n", *traceback.format_list(frames)])
+        (running if any(each.name == method for each in frames) else others)[text] += 1
+
+    for ident, innermost in sys._current_frames().items():
+        if ident == threading.get_ident():
+            continue
+        frames = traceback.extract_stack(innermost)
+        place = max((n for n, each in enumerate(frames) if each.filename == __file__), default=-1)
+        main = ident == threading.main_thread().ident
+        if place >= 0 or main:
+            take("main thread" if main else "thread that serves a call", frames[place + 1 :])
+    for loop in list(_loops):
+        for task in asyncio.all_tasks(loop):
+            if waiting := _waiting_frames(task.get_coro()):
+                take("async method", waiting)
+    shown = [text if times == 1 else f"{times} times: {text}" for text, times in (running or others).items()]
+    return "\n".join(shown)[:MAX_STACKS_CHARS]
+
+
+def _waiting_frames(coroutine: Any) -> list[traceback.FrameSummary]:
+    """The frames of a coroutine that waits, the outermost first, without the wire's; none of one that runs, which its
+    thread's stack has."""
+    frames = list[tuple[FrameType, int]]()
+    while frame := getattr(coroutine, "cr_frame", None):
+        if coroutine.cr_running:
+            return []
+        if frame.f_code.co_filename != __file__:
+            frames.append((frame, frame.f_lineno))
+        coroutine = coroutine.cr_await
+    return list(traceback.StackSummary.extract(iter(frames)))

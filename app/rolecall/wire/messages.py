@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from rolecall.errors import CallError, CallTimeoutError, PeerLostError, RemoteError, RemoteTraceback, UsageError
 
 MAX_RUNNING = 64  # calls that a worker carries out at a time; further ones wait
+EXAMINE_SECONDS = 2.0  # that a call may take past its deadline, to ask the peer what it does
 MAX_ERROR_BYTES = 64 * 1024  # of a pickled exception
 Carrier = dict[str, str]  # a context, written by OpenTelemetry's propagators
 KINDS: dict[str, type[CallError]] = {kind.__name__: kind for kind in (PeerLostError, CallTimeoutError, RemoteError)}

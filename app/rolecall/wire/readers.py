@@ -16,14 +16,14 @@ EAGER_CALLS = 100  # after a long call, these are not run by the thread that rea
 SPARE_THREADS = 2  # that wait to read; further ones end
 
 
-class Watch:
+class LongCallMonitor:
     """The thread of a worker that looks after its long calls."""
 
     def __init__(self) -> None:
         self._active = set[Readers]()
         self._wake = threading.Event()
         self._stopped = False
-        threading.Thread(target=self._look_forever, name="wire watch", daemon=True).start()
+        threading.Thread(target=self._look_forever, name="wire long calls", daemon=True).start()
 
     def add(self, readers: Readers) -> None:
         """Looks at `readers` for as long as it is active."""
@@ -51,8 +51,10 @@ class Readers:
     """The threads of one connection. `read` returns the next frame that is to be run, None after the end; `run` may
     block."""
 
-    def __init__(self, name: str, watch: Watch, read: Callable[[], Frame | None], run: Callable[[Frame], None]) -> None:
-        self._name, self._watch, self._read, self._run = name, watch, read, run
+    def __init__(
+        self, name: str, monitor: LongCallMonitor, read: Callable[[], Frame | None], run: Callable[[Frame], None]
+    ) -> None:
+        self._name, self._monitor, self._read, self._run = name, monitor, read, run
         self._reading, self._lock = threading.Lock(), threading.Lock()
         self._spare = 0  # threads that read, or wait to
         self._number = self._running = 0  # of calls; the one that is run by the thread that reads, or 0
@@ -94,7 +96,7 @@ class Readers:
             self._running = number
             if not self._watched:
                 self._watched = True
-                self._watch.add(self)
+                self._monitor.add(self)
             self._run(frame)
             with self._lock:
                 if self._running != number:

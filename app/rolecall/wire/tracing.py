@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rolecall.record.recorder import NOTHING, Nothing, Span, recorder, under
+from rolecall.record.recorder import NOOP, NoopSpan, Span, recorder, under
 from rolecall.wire.messages import Carrier, Request, TraceHeader
 
 OTEL = "opentelemetry.trace"  # in sys.modules if the program uses it
@@ -36,17 +36,17 @@ def header(span: Span | None) -> TraceHeader | None:
 # ---- at the callee
 
 
-_UNRECORDED = contextlib.nullcontext(NOTHING)
+_UNRECORDED = contextlib.nullcontext(NOOP)
 
 
-def serving(request: Request, waited_ns: int = 0) -> contextlib.AbstractContextManager[Span | Nothing]:
+def serving(request: Request, waited_ns: int = 0) -> contextlib.AbstractContextManager[Span | NoopSpan]:
     """The block carries out `request`, which has waited for its turn for `waited_ns`. What the block raises ends the
     span; otherwise the caller does."""
     return _serving(request, waited_ns) if request.trace or recorder.on else _UNRECORDED
 
 
 @contextlib.contextmanager
-def _serving(request: Request, waited_ns: int) -> Iterator[Span | Nothing]:
+def _serving(request: Request, waited_ns: int) -> Iterator[Span | NoopSpan]:
     parent, trace, caller, carrier = request.trace or TraceHeader()
     token = _attach(carrier) if carrier else None
     span = None
@@ -57,7 +57,7 @@ def _serving(request: Request, waited_ns: int) -> Iterator[Span | Nothing]:
             span.attributes["began_ns"] = time.monotonic_ns()
     try:
         with under(span) if span else contextlib.nullcontext():
-            yield span or NOTHING
+            yield span or NOOP
     except Exception as error:
         if span:
             span.end(error)

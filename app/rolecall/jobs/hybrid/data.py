@@ -218,7 +218,7 @@ class _Hashes(dict[str, int]):
 
 
 def _table_rows(settings: HybridSettings) -> int | None:
-    """What row numbers are below; None: they are ids of 64 bits."""
+    """Upper bound of row numbers; None for 64-bit ids."""
     return settings.num_embeddings if settings.table == "fixed" else None
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional
 
 from rolecall import Rows
 from rolecall.jobs.hybrid import HybridSettings
-from rolecall.jobs.hybrid.disk_log import Scratch
+from rolecall.jobs.hybrid.disk_log import LogStore
 from rolecall.jobs.hybrid.disk_rows import HotRows
 from rolecall.jobs.hybrid.table import Bags, Table
 from rolecall.jobs.support import keep_freed_memory
@@ -40,47 +39,34 @@ class _RowsOnDisk(Rows):
 
 
 class DiskTable(Table):
-    """The rows of server `ordinal`, in `scratch`, and `hot` of them in memory.
+    """The rows of server `ordinal` in a file in TABLE_DIR, and `hot` of them in memory; 0: as many as TABLE_MEMORY has
+    room for.
 
     Bit for bit the sums and updates of `Table`. Row-wise Adagrad's state, one number a row, stays in memory.
     """
 
-    def __init__(self, settings: HybridSettings, ordinal: int, scratch: Scratch, hot: int) -> None:
+    def __init__(self, settings: HybridSettings, ordinal: int, hot: int = 0) -> None:
+        """Raises UsageError if the disk has no room."""
         keep_freed_memory(KEPT_BYTES)  # the blocks of checkpoints would leave gaps of a hundred megabytes
-        super().__init__(settings, ordinal, weight=torch.zeros(()).expand(scratch.rows, scratch.width))
-        self.hot = HotRows(scratch, hot)
+        rows = len(range(ordinal, settings.num_embeddings, settings.servers))
+        store = LogStore(settings.table_dir or settings.checkpoint_dir / FOLDER, rows, settings.embedding_dim)
+        super().__init__(settings, ordinal, weight=torch.zeros(()).expand(rows, settings.embedding_dim))
+        self.hot = HotRows(store, hot or settings.hot_rows)
         self._hints: deque[Tensor] = deque(maxlen=MAX_HINTS)
-        self._hinted = threading.Condition()
-        self._closed = False
+        self._reader = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        self._warned = False
         self._counted = (0, 0, 0.0)
-        self._reader = threading.Thread(target=self._read_ahead, daemon=True)
-        self._reader.start()
 
     @torch.no_grad()
     def forward(self, bags: Bags) -> Tensor:
         """See `Table.forward`."""
         self._require_rows(bags.rows)
-        rows = bags.rows
-        if len(rows) > self.hot.most and len(rows.unique()) > self.hot.most:  # they do not fit at once
-            return torch.cat([self._pool_apart(part) for part in self._parts(bags)])
-        with self.hot.holding(rows) as slots:
+        if len(bags.rows) > self.hot.most:
+            distinct, inverse = bags.rows.unique(return_inverse=True)
+            if len(distinct) > self.hot.most:  # they do not fit at once: from a copy, which takes no slots from others
+                return _pool(inverse, self.hot.fetch(distinct), bags)
+        with self.hot.holding(bags.rows) as slots:
             return _pool(slots, self.hot.values, bags)
-
-    def _parts(self, bags: Bags) -> Iterator[Bags]:
-        """`bags` in parts of at most as many elements as rows can be held at once, or of one bag that has more."""
-        begin, count = 0, len(bags.offsets) - 1
-        while begin < count:
-            most = bags.offsets[begin] + self.hot.most
-            end = max(begin + 1, int(torch.searchsorted(bags.offsets, most, right=True)) - 1)
-            offsets = bags.offsets[begin : end + 1]
-            here = slice(int(offsets[0]), int(offsets[-1]))
-            yield Bags(bags.rows[here], offsets - offsets[0], None if bags.weights is None else bags.weights[here])
-            begin = end
-
-    def _pool_apart(self, bags: Bags) -> Tensor:
-        """The sums of `bags` from a copy of their rows, which takes no slots from others."""
-        distinct, inverse = bags.rows.unique(return_inverse=True)
-        return _pool(inverse, self.hot.fetch(distinct), bags)
 
     def update(self, rows: Tensor, gradient: Tensor) -> None:
         """See `Table.update`."""
@@ -105,10 +91,6 @@ class DiskTable(Table):
         """See `Table.set`."""
         self.hot.set(torch.arange(begin, begin + len(values)), values)
 
-    def by_place(self) -> Iterator[Tensor]:
-        """See `HotRows.by_place`."""
-        return self.hot.by_place()
-
     def fetch(self, rows: Tensor) -> dict[str, Tensor]:
         """The values of `rows` [n] int64, as a checkpoint holds them."""
         values = {"weight": self.hot.fetch(rows)}
@@ -116,31 +98,23 @@ class DiskTable(Table):
 
     def prefetch(self, rows: Tensor) -> None:
         """Reads `rows` [n] int64 ahead, in another thread."""
-        with self._hinted:
-            self._hints.append(rows)
-            self._hinted.notify()
+        self._hints.append(rows)
+        self._reader.submit(self._read_ahead)
 
     def _read_ahead(self) -> None:
-        torch.set_num_threads(1)
-        warned = False
-        while True:
-            with self._hinted:
-                self._hinted.wait_for(lambda: self._hints or self._closed)
-                if not self._hints:
-                    return
-                rows = self._hints.popleft()
+        try:
+            rows = self._hints.popleft()
             rows = rows[(rows >= 0) & (rows < len(self.weight))]
-            try:
-                for part in self.hot.missing(rows)[: self.hot.most].split(READ_AHEAD_ROWS):
-                    self.hot.bring(part)
-            except TimeoutError:  # the lookup of these rows raises it again
-                continue
-            except Exception as error:
-                if not warned:
-                    structlog.get_logger().warning(
-                        "TABLE_DIR: rows cannot be read ahead; lookups wait for the disk", reason=repr(error)
-                    )
-                warned = True
+            for part in self.hot.missing(rows)[: self.hot.most].split(READ_AHEAD_ROWS):
+                self.hot.bring(part)
+        except (IndexError, TimeoutError):  # a hint that was dropped; the lookup of these rows raises it again
+            return
+        except Exception as error:
+            if not self._warned:
+                structlog.get_logger().warning(
+                    "TABLE_DIR: rows cannot be read ahead; lookups wait for the disk", reason=repr(error)
+                )
+            self._warned = True
 
     def count(self, metrics: Any) -> None:
         """Sets the metrics of tables on disk."""
@@ -151,25 +125,10 @@ class DiskTable(Table):
         metrics.hybrid_stall_seconds.labels("disk").inc(waited)
         self._counted = now
 
-    def close_hints(self) -> None:
-        """Reads the remaining hints, and ends reading ahead."""
-        with self._hinted:
-            self._closed = True
-            self._hinted.notify()
-        self._reader.join()
-
     def close(self) -> None:
-        """Ends the threads."""
-        self.close_hints()
+        """Reads the remaining hints, and ends the threads."""
+        self._reader.shutdown()
         self.hot.close()
-
-
-def open_scratch(settings: HybridSettings, ordinal: int) -> Scratch | None:
-    """The rows of server `ordinal` on disk; None if all are in memory. Raises UsageError."""
-    if not settings.hot_rows:
-        return None
-    rows = len(range(ordinal, settings.num_embeddings, settings.servers))
-    return Scratch(settings.table_dir or settings.checkpoint_dir / FOLDER, rows, settings.embedding_dim)
 
 
 def _pool(rows: Tensor, values: Tensor, bags: Bags) -> Tensor:

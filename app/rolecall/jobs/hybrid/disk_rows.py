@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rolecall.jobs.hybrid.disk_log import Scratch
+from rolecall.jobs.hybrid.disk_log import LogStore
 
 SPARE = 16  # one slot in 16 is kept free
 COLDEST = 8  # one slot in 8 is selected to be freed at a time
@@ -23,25 +23,25 @@ NO_PLACE = -1  # of a row that changed since it was written
 
 
 class HotRows:
-    """The rows of `scratch` that were used last, in `capacity` slots of memory. Any thread may call.
+    """The rows of `store` that were used last, in `capacity` slots of memory. Any thread may call.
 
     Slots are freed approximately in the order of last use: a thread selects the eighth of the slots that was unused
     longest, and frees those that are still unused when their turn comes. It does so ahead of need, and writes changed
-    rows back to `scratch`.
+    rows back to `store`.
     """
 
-    def __init__(self, scratch: Scratch, capacity: int) -> None:
-        rows, width = scratch.rows, scratch.width
-        self.scratch, self.capacity = scratch, capacity
+    def __init__(self, store: LogStore, capacity: int) -> None:
+        rows, width = store.rows, store.width
+        self.store, self.capacity = store, capacity
         self.most = max(1, capacity // 2)  # distinct rows that can be held at once
-        self.batch = max(1, min(BATCH, BATCH_BYTES // (4 * width), scratch.segment))  # rows
+        self.batch = max(1, min(BATCH, BATCH_BYTES // (4 * width), store.segment))  # rows
         self.values = torch.empty(capacity, width)
-        self.changed = torch.zeros(capacity, dtype=torch.bool)  # by slot: not in scratch yet
+        self.changed = torch.zeros(capacity, dtype=torch.bool)  # by slot: not in the store yet
         self.read, self.written = 0, 0  # rows, since the beginning
         self.waited = 0.0  # seconds that lookups and updates waited for the disk
-        self._slots = torch.full((rows,), NOWHERE, dtype=torch.int32)  # by row: its slot, or -1 - its place in scratch
+        self._slots = torch.full((rows,), NOWHERE, dtype=torch.int32)  # by row: its slot, or -1 - its place on disk
         self._rows = torch.full((capacity,), -1, dtype=torch.int32)  # by slot
-        self._places = torch.full((capacity,), NO_PLACE, dtype=torch.int32)  # by slot: of the row's record in scratch
+        self._places = torch.full((capacity,), NO_PLACE, dtype=torch.int32)  # by slot: of its record on disk
         self._stamps = torch.full((capacity,), NEVER, dtype=torch.int64)  # by slot: when it was used last
         self._clock = 0
         self._free, self._free_count = torch.arange(capacity, dtype=torch.int32), capacity
@@ -115,7 +115,7 @@ class HotRows:
         """The values [n, width] of `rows` [n] int64, wherever they are; takes no slots. A row that changes meanwhile
         has its value before or after. Raises RuntimeError for a row that was never set.
         """
-        values, left = torch.empty(len(rows), self.scratch.width), torch.arange(len(rows))
+        values, left = torch.empty(len(rows), self.store.width), torch.arange(len(rows))
         while len(left):
             with self._lock:
                 slots = self._slots[rows[left]]
@@ -124,18 +124,18 @@ class HotRows:
                 if bool((slots == NOWHERE).any()):
                     raise RuntimeError("rows of the table are looked up before they are set")
                 left, places = left[cold], -1 - slots[cold].long()
-                segments = self.scratch.segment_of(places)
-                uses = self.scratch.uses[segments]
-            values[left] = self.scratch.read(places)
-            left = left[self.scratch.uses[segments] != uses]  # other rows may have been written there
+                segments = self.store.segment_of(places)
+                uses = self.store.uses[segments]
+            values[left] = self.store.read(places)
+            left = left[self.store.uses[segments] != uses]  # other rows may have been written there
         return values
 
     def by_place(self) -> Iterator[Tensor]:
         """Rows [n] int64 on disk, those that lie next to each other at a time: reading them together is fast. Those
         that move meanwhile may come twice or not at all.
         """
-        for segment in self.scratch.live.nonzero()[:, 0].tolist():
-            rows, places = self.scratch.owners(segment)
+        for segment in self.store.live.nonzero()[:, 0].tolist():
+            rows, places = self.store.owners(segment)
             yield rows[self._slots[rows] == -1 - places]
 
     # ---- writing
@@ -143,7 +143,7 @@ class HotRows:
     def set(self, rows: Tensor, values: Tensor) -> None:
         """Sets `rows` [n] int64, each of which occurs once, to `values` [n, width], on disk. Raises OSError."""
         with self._reading, self._writing:  # nothing comes into memory as it was before
-            for some, part in zip(rows.split(self.scratch.segment), values.split(self.scratch.segment), strict=True):
+            for some, part in zip(rows.split(self.store.segment), values.split(self.store.segment), strict=True):
                 self._set(some, part)
 
     def _set(self, rows: Tensor, values: Tensor) -> None:
@@ -158,19 +158,19 @@ class HotRows:
             self._places[slots[hot]], self._slots[rows[~hot]] = places[hot].int(), (-1 - places[~hot]).int()
 
     def _append(self, rows: Tensor, values: Tensor) -> Tensor:
-        """Writes at most a segment's `rows` [n] int64 to scratch; their places [n] int64. They count from here on, so
+        """Writes at most a segment's `rows` [n] int64 to the store; their places [n] int64. They count from here on, so
         the caller notes the places before the next call.
         """
-        while self.scratch.free < FREE_SEGMENTS:
-            self._reclaim(self.scratch.poorest())
-        return self.scratch.append(rows, values)
+        while self.store.free < FREE_SEGMENTS:
+            self._reclaim(self.store.least_live_segment())
+        return self.store.append(rows, values)
 
     def _release(self, places: Tensor) -> None:
-        self.scratch.release(places[places != NO_PLACE])
+        self.store.release(places[places != NO_PLACE])
 
     def _reclaim(self, segment: int) -> None:
         """Moves what counts in `segment`: rows that are in memory need no record there."""
-        rows, places = self.scratch.owners(segment)
+        rows, places = self.store.owners(segment)
         with self._lock:
             slots = self._slots[rows].long()
             hot = (slots >= 0) & (self._places[slots.clamp(min=0)] == places)
@@ -178,13 +178,13 @@ class HotRows:
             self._release(places[hot])
             cold = slots == -1 - places
         rows, places = rows[cold], places[cold]
-        to = self.scratch.append(rows, self.scratch.read(places))
+        to = self.store.append(rows, self.store.read(places))
         with self._lock:
             slots = self._slots[rows].long()
             hot = slots >= 0  # read from there meanwhile
             self._places[slots[hot]], self._slots[rows[~hot]] = to[hot].int(), (-1 - to[~hot]).int()
             self._release(places)
-        self.scratch.reclaim(segment)
+        self.store.reclaim(segment)
 
     # ---- the thread that frees slots
 
@@ -240,4 +240,4 @@ class HotRows:
             self._closed = True
             self._lock.notify_all()
         self._cleaner.join()
-        self.scratch.close()
+        self.store.close()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from rolecall import UsageError
-from rolecall.jobs.hybrid import HybridSettings, data, tables
+from rolecall.jobs.hybrid import HybridSettings, data
 from rolecall.jobs.hybrid.data import EVALUATION_BATCH, Data, Samples
-from rolecall.jobs.hybrid.model import LocalModel
+from rolecall.jobs.hybrid.model import LocalModel, load_table
 from rolecall.jobs.support import track
 
 
@@ -29,7 +29,7 @@ def restore(settings: HybridSettings, state: dict[str, Any]) -> LocalModel:
     """The model of a checkpoint's `state`. Raises UsageError for a checkpoint of another job."""
     with UsageError.wrap("the checkpoint holds no model of hybrid", KeyError, TypeError, RuntimeError):
         dense, table = state["dense"]["weights"], state["embeddings"]
-        model = LocalModel(settings, state["classes"], tables.load(settings, table, state["step"]))
+        model = LocalModel(settings, state["classes"], load_table(settings, table, state["step"]))
         model.dense.load_state_dict(dense)
     return model
 

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from rolecall import Rows, UsageError
 from rolecall.jobs.hybrid import HybridSettings
-from rolecall.jobs.hybrid.hashed_filter import Filter, Marks
-from rolecall.jobs.hybrid.hashed_ids import Ids, initial, mix, owners
+from rolecall.jobs.hybrid.hashed_ids import Filter, Ids, initial, mix, owners
 from rolecall.jobs.hybrid.hashed_map import SlotMap
 from rolecall.jobs.hybrid.hashed_saved import columns, sinks
 from rolecall.jobs.hybrid.table import Bags, Plan, Table
@@ -31,8 +30,8 @@ class HashedPlan(Plan):
     """The changes of a step: `rows` are the slots of ids that have a row before the step or get one in it.
 
     First the slots `removed` are freed. Then `new_ids` get `new_slots` with the rows `new_values`. The filter erases
-    the marks `admitted` of the new ids, and notes the marks `noted`. `free` are the free slots afterwards, `used` the
-    number of slots that were ever used.
+    the new ids, and notes the ids `noted`. `free` are the free slots afterwards, `used` the number of slots that were
+    ever used.
     """
 
     removed: Ids
@@ -40,8 +39,7 @@ class HashedPlan(Plan):
     new_ids: Ids
     new_slots: Ids
     new_values: Tensor
-    admitted: Marks
-    noted: Marks
+    noted: Ids
     free: Ids
     used: int
     evictions: dict[str, int]  # by reason
@@ -130,9 +128,8 @@ class HashedTable(Table):
         ids = whole.rows.cpu().numpy()
         slots = self._map.find(ids)
         alive = self._alive(slots)
-        marks = self.filter.marks(ids)
-        again = ~alive if self.settings.sightings == 1 else ~alive & self.filter.has(marks)
-        noted = marks.where(~alive & ~again)
+        again = ~alive if self.settings.sightings == 1 else ~alive & self.filter.has(ids)
+        noted = ids[~alive & ~again]
 
         over = slots[(slots >= 0) & ~alive]  # expired, and looked up again
         if (every := self._sweep_every) and (self.step + 1) % every == 0:
@@ -166,7 +163,6 @@ class HashedTable(Table):
             new_ids=ids[again],
             new_slots=new_slots,
             new_values=values.to(whole.rows.device),
-            admitted=marks.where(again),
             noted=noted,
             free=free[: len(free) - reused],
             used=used,
@@ -209,7 +205,7 @@ class HashedTable(Table):
         self.weight.detach()[slots] = plan.new_values
         if len(self.squares):
             self.squares[slots] = 0
-        self.filter.erase(plan.admitted)
+        self.filter.erase(plan.new_ids)
         self.filter.note(plan.noted)
         self.update(plan.rows, gradient)
         self._newest = plan

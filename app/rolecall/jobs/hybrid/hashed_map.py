@@ -39,11 +39,6 @@ class SlotMap:
         self._keys[self._special] = other
         self._slots = np.full((self.buckets, BUCKET_CELLS), -1, np.int32)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self._keys.nbytes + self._slots.nbytes
-
     def _choices(self, ids: Ids) -> tuple[Places, Places]:
         """The two buckets of each id: a half of its hash each, scaled to their number."""
         hashes: Hashes = mix(ids.view(np.uint64) ^ SALT)

@@ -47,7 +47,7 @@ class Sink(Rows):
         self.take(begin, values)
 
 
-class Part:
+class ServerColumns:
     """Copies the columns of one server, with `slots` slots, to `tensors`."""
 
     def __init__(self, slots: int, tensors: Mapping[str, Tensor], adopt: Adopt) -> None:
@@ -86,7 +86,7 @@ class Part:
 
 def sinks(shapes: Shapes, ordinal: int, servers: int, tensors: Mapping[str, Tensor], adopt: Adopt) -> dict[str, Rows]:
     """The targets of the columns of a checkpoint without the filter. Raises UsageError for those of another table."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, ServerColumns] = {}
     chosen: dict[str, Rows] = {}
     for column, (slots, *shape) in shapes.items():
         match = NAME.fullmatch(column)
@@ -96,6 +96,6 @@ def sinks(shapes: Shapes, ordinal: int, servers: int, tensors: Mapping[str, Tens
                 "with, or another CHECKPOINT_DIR"
             )
         elsewhere = int(match[2]) == servers and int(match[1]) != ordinal
-        part = parts.setdefault(match[1], Part(0 if elsewhere else slots, tensors, adopt))
+        part = parts.setdefault(match[1], ServerColumns(0 if elsewhere else slots, tensors, adopt))
         chosen[column] = Sink((), 0 if elsewhere else slots, take=part.take(match[3]))
     return chosen

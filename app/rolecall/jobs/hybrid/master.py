@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolecall import Context, UsageError
+from rolecall import Context, Sharded, UsageError
 from rolecall.jobs.hybrid import HybridSettings
-from rolecall.jobs.hybrid.sharded import ShardedTable
+from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.trainer import StepsResult, Trainer
 
 MAX_COMMANDS = 2  # in flight at a trainer
@@ -32,6 +32,22 @@ class Sent:
     step: int
     samples: int
     to_save: bool
+
+
+class ShardedTable(Sharded):
+    """The whole table and the state of its optimizer."""
+
+    def __init__(self, context: Context[HybridSettings]) -> None:
+        super().__init__(context, "embeddings", "ps")
+        # filling a table on disk takes long
+        self._calls = context.options(timeout=context.settings.phase_timeout)
+
+    def start(self, step: int) -> list[Future[None]]:
+        """Starts training after `step` steps; a table that was not restored gets its initial values. Returns the
+        answers of the servers.
+        """
+        servers = self.context.peers("ps")
+        return [self._calls.call(server, TableServer.start, step, fill=not self.restored) for server in servers]
 
 
 class Master:

@@ -1,13 +1,16 @@
-"""The dense network, and the whole model in one process."""
+"""The dense network, the kinds of table, and the whole model in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rolecall.jobs.hybrid import HybridSettings
+from rolecall.jobs.hybrid import HybridSettings, hashed_saved
+from rolecall.jobs.hybrid.disk import DiskTable
+from rolecall.jobs.hybrid.hashed import HashedTable
 from rolecall.jobs.hybrid.table import Bags, Table
 
 
@@ -26,6 +29,27 @@ def build_optimizer(settings: HybridSettings, parameters: Iterable[Tensor]) -> t
     """The dense network's optimizer."""
     kind = torch.optim.Adagrad if settings.optimizer == "adagrad" else torch.optim.SGD
     return kind(parameters, settings.lr)
+
+
+def build_table(settings: HybridSettings, ordinal: int) -> Table:
+    """The table of server `ordinal` without values. Raises UsageError if there is no room for it."""
+    if settings.hot_rows:
+        return DiskTable(settings, ordinal)
+    return (HashedTable if settings.table == "hashed" else Table)(settings, ordinal)
+
+
+def load_table(settings: HybridSettings, columns: dict[str, Any], step: int) -> Table:
+    """The whole table of a checkpoint made after `step` steps, from its tensors, in memory. Raises KeyError,
+    RuntimeError or UsageError if they are of another kind of table.
+    """
+    changes: dict[str, Any] = {"servers": 1, "table_memory": 0}
+    if settings.table == "hashed":
+        shapes = {name: tuple(tensor.shape) for name, tensor in columns.items()}
+        changes["max_rows"] = max(1, hashed_saved.count(shapes))
+    table = build_table(settings.model_copy(update=changes), 0)
+    table.load(columns)
+    table.start(step)
+    return table
 
 
 class LocalModel(nn.Module):

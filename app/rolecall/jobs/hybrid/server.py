@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rolecall import Context, LoggedShare, Share, remote
-from rolecall.jobs.hybrid import HybridSettings, tables
-from rolecall.jobs.hybrid.disk import DiskTable, open_scratch
+from rolecall.jobs.hybrid import HybridSettings
+from rolecall.jobs.hybrid.disk import DiskTable
+from rolecall.jobs.hybrid.model import build_table
 from rolecall.jobs.hybrid.table import Bags, Plan, Table
 
 T = TypeVar("T")
@@ -48,9 +49,7 @@ class TableServer:
 
     def __init__(self, context: Context[HybridSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
-        scratch = open_scratch(context.settings, context.me.ordinal)
-        table = tables.build(context.settings, context.me.ordinal, scratch)
-        self.hold(table if scratch else table.to(context.device))  # rows on disk are pooled on the CPU
+        self.hold(build_table(context.settings, context.me.ordinal))
         self._steps = Steps([])
         self._calls = 0  # that use the table now
         self._lock = threading.Condition()
@@ -95,9 +94,10 @@ class TableServer:
         """Sets the table of this server."""
         if isinstance(table, DiskTable):
             share: Share = LoggedShare(
-                self.context, "embeddings", table.rows, table.fetch, at=self._save_at, together=table.by_place
+                self.context, "embeddings", table.rows, table.fetch, at=self._save_at, together=table.hot.by_place
             )
         else:
+            table = table.to(self.context.device)  # rows on disk are pooled on the CPU
             share = Share(self.context, "embeddings", table.rows, table.prepare, at=self._save_at)
         self.table, self.share = table, share
 

@@ -125,17 +125,8 @@ class Table(nn.Module):
         }
 
     def load(self, columns: dict[str, Any]) -> None:
-        """Loads the whole tensors of a checkpoint. Raises KeyError or RuntimeError if they do not fit."""
-        weight, squares = columns["weight"], columns.get("squares", torch.empty(0))
-        if isinstance(weight, list):  # in pieces, of an earlier version
-            weight = torch.cat(weight)
-        if weight.shape != self.weight.shape or columns.keys() - {"weight", "squares"}:
-            raise RuntimeError(
-                f"it has {', '.join(columns)} with rows of {tuple(weight.shape)}, "
-                f"where {tuple(self.weight.shape)} and Adagrad's squares are expected"
-            )
-        self.load_state_dict({"squares": squares}, strict=False)
-        self.set(0, weight)
+        """Loads the whole tensors of a checkpoint. Raises RuntimeError if they do not fit."""
+        self.load_state_dict({"squares": torch.empty(0), **columns})
 
     def start(self, step: int) -> None:
         """Declares the table to be the one after `step` steps."""

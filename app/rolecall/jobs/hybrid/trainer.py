@@ -48,7 +48,7 @@ class StepsResult:
 
 
 @dataclass(frozen=True)
-class Share:
+class StepInput:
     """This trainer's `samples` of a step, their bags for each server, and the rows of each for later steps."""
 
     samples: Samples
@@ -126,7 +126,7 @@ class Trainer:
             self._count()
             return StepsResult(loss, self._dense_state() if with_dense else None)
 
-    def _train(self, shares: Iterator[Share], totals: list[int]) -> float:
+    def _train(self, shares: Iterator[StepInput], totals: list[int]) -> float:
         """Makes steps. Returns the loss, summed over the samples."""
         sum_of_losses = torch.zeros((), device=self.device)
         share = next(shares, None)
@@ -154,7 +154,7 @@ class Trainer:
         self.context.wait_all(self._pooled)
         return float(sum_of_losses)
 
-    def _shares(self, split: Iterator[Samples]) -> Iterator[Share]:
+    def _shares(self, split: Iterator[Samples]) -> Iterator[StepInput]:
         """The samples of each step and the data for the servers; also rows of later steps if the servers read ahead."""
         depth, ahead = READ_AHEAD if self.settings.hot_rows else 0, deque[tuple[Samples, list[Bags]]]()
         while True:
@@ -168,9 +168,9 @@ class Trainer:
                 for rows in zip(*([bags.rows for bags in each] for _, each in taken[first:]), strict=True)
             ]
             samples, bags = ahead.popleft()
-            yield Share(samples, bags, later if later else [None] * len(self.servers))
+            yield StepInput(samples, bags, later if later else [None] * len(self.servers))
 
-    def _exchange(self, following: Share | None, gradient: Tensor | None = None) -> None:
+    def _exchange(self, following: StepInput | None, gradient: Tensor | None = None) -> None:
         """Sends the servers the gradient [bags, width] of the pooled vectors, and the bags of the following step."""
         values, none = None if gradient is None else gradient.cpu(), [None] * len(self.servers)
         each, rows = (following.bags, following.later) if following else (none, none)

@@ -1,69 +1,102 @@
-"""A trainer's calls to the servers."""
+"""What a trainer does in each mode: it shares the cores, sends parts of gradients up, and takes parameters down."""
 
 from __future__ import annotations
 
+import ipaddress
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from rolecall import Context, Peer, PeerLostError
-from rolecall.jobs.ps import PsSettings
-from rolecall.jobs.ps.messages import GradientPart, PartAnswer, TrainerId
+from rolecall.jobs.ps import PsSettings, model
+from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, GradientPart, PartAnswer, TrainerId
 from rolecall.jobs.ps.metrics import WEIGHTS
-from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.server import Server
+from rolecall.jobs.ps.wire import Receiver, Sender
+
+Exchange = Future[Future[PartAnswer]]  # of one part of a gradient: it is on its way, then its answer is
 
 
-class Exchange:
-    """One part of a gradient on its way, then its answer."""
+def share_cores(context: Context[PsSettings]) -> None:
+    """Sets torch's threads to this trainer's share of the cores, if all ranks are on one machine. It is called before
+    each batch or round, because the number of trainers changes: with more threads than cores, each step takes many
+    times as long.
+    """
+    try:
+        one_machine = ipaddress.ip_address(context.settings.master_addr).is_loopback
+    except ValueError:  # a name
+        one_machine = False
+    sharing = 1 if context.settings.threads or not one_machine else len(context.peers("trainer"))
+    torch.set_num_threads(max(1, context.threads // max(1, sharing)))
 
-    def __init__(self, sent: Future[Future[PartAnswer]]) -> None:
-        self._sent = sent
 
-    def done(self) -> bool:
-        """Whether the answer is here."""
-        return self._sent.done() and self._sent.result().done()
+def deadline(settings: PsSettings) -> float:
+    """Seconds for an answer: longer than the slowest trainer's batch or round, while the lead waits for each of its
+    steps, and saves.
+    """
+    steps = settings.inner_steps if settings.update_mode == "local" else 0
+    return (steps + 2) * settings.step_timeout + settings.phase_timeout + settings.rpc_timeout
 
-    def result(self) -> PartAnswer:
-        """Waits for the answer."""
-        return self._sent.result().result()
+
+def is_answered(exchange: Exchange) -> bool:
+    """Whether the answer is here."""
+    return exchange.done() and exchange.result().done()
 
 
 class Exchanges:
-    """Sends the parts of gradients in a thread, because a call returns once it is sent: the trainer computes
-    meanwhile. The answers have `deadline` seconds.
+    """Sends the parts of gradients of `module` in a thread, because a call returns once it is sent: the trainer
+    computes meanwhile. `version` is that of the newest parameters here.
 
     They are of this trainer's part `me` in a generation. After its end nothing is sent: the trainer may still compute a
     gradient of it while it becomes a part of the next generation.
     """
 
-    def __init__(self, context: Context[PsSettings], deadline: float) -> None:
-        self.me = TrainerId.of(context.me, context.generation)
-        self._context, self._calls = context, context.options(timeout=deadline)
+    def __init__(self, context: Context[PsSettings], module: nn.Module) -> None:
+        s = context.settings
+        self.me, self.version = TrainerId.of(context.me, context.generation), 0
+        self.parts = model.parts(module, s)
+        self.senders = [Sender(part.size, s.wire_dtype) for part in self.parts]
+        self._receivers = [Receiver(part.size, s.wire_dtype) for part in self.parts]
+        self._context, self._module, self._metrics = context, module, context.metrics
+        self._calls = context.options(timeout=deadline(s))
         self._servers = {peer.ordinal: peer for peer in context.peers("ps")}
-        self._payload_bytes = context.metrics.ps_payload_bytes.labels("up")
-        self._sender = ThreadPoolExecutor(1)  # in their order
+        self._thread = ThreadPoolExecutor(1)  # in their order
 
-    def send(self, server: int, message: GradientPart) -> Exchange:
-        """Sends a part to the server with this ordinal."""
-        if message.gradient is not None:
-            self._payload_bytes.inc(message.gradient.nbytes)
-        return Exchange(self._sender.submit(self._send, self._servers[server], message))
+    def send(self, number: int, index: int, gradient: Tensor | None, report: BatchReport) -> Exchange:
+        """Sends part `index` [elements] of the gradient `number` to its server; None asks for parameters alone. The
+        lead, which has part 0, gets the `report`.
+        """
+        payload = None
+        if gradient is not None:
+            payload = self.senders[index].encode(gradient)
+            self._metrics.ps_payload_bytes.labels("up").inc(payload.nbytes)
+        message = GradientPart(GradientKey(self.me, number), index, payload, report if index == 0 else None)
+        return self._thread.submit(self._send, self._servers[self.parts[index].server], message)
 
     def _send(self, server: Peer, message: GradientPart) -> Future[PartAnswer]:
         if TrainerId.of(self._context.me, self._context.generation) != self.me:
             raise PeerLostError(f"generation {self.me.generation} has ended for {self.me.name}")
         return self._calls.call(server, Server.exchange, message)
 
+    def take(self, index: int, exchange: Exchange) -> tuple[Tensor | None, Assignment | None]:
+        """Waits for the answer to part `index`: its new parameters [elements], None if the trainer has them already,
+        and with part 0 the assignment, whose buffers the module gets.
+        """
+        with self._metrics.ps_wait_seconds.time():
+            payload, assignment = exchange.result().result()
+        if assignment is not None:
+            self.version = assignment.version
+            self._metrics.weights_version.labels(WEIGHTS).set(self.version)
+            model.load_buffers(self._module, assignment.buffers)
+        if payload is None:
+            return None, assignment
+        self._metrics.ps_payload_bytes.labels("down").inc(payload.nbytes)
+        self._metrics.weights_bytes.labels(WEIGHTS).inc(payload.nbytes)
+        saved = 4 * self.parts[index].size - payload.nbytes
+        self._metrics.weights_saved_bytes.labels(WEIGHTS).inc(max(0, saved))  # a tiny part is padded to a block
+        return self._receivers[index].receive(payload), assignment
+
     def close(self) -> None:
         """Ends the thread. What is not sent yet stays unsent."""
-        self._sender.shutdown(wait=False, cancel_futures=True)
-
-
-def count_parameters(metrics: Any, payload: Tensor, part: Part) -> None:
-    """Counts the parameters of `part` that a trainer received as `payload`."""
-    received, full = payload.nbytes, 4 * (part.stop - part.start)
-    metrics.ps_payload_bytes.labels("down").inc(received)
-    metrics.weights_bytes.labels(WEIGHTS).inc(received)
-    metrics.weights_saved_bytes.labels(WEIGHTS).inc(max(0, full - received))  # a tiny part is padded to a block
+        self._thread.shutdown(wait=False, cancel_futures=True)

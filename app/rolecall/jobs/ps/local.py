@@ -20,12 +20,9 @@ from torch.nn.utils import vector_to_parameters
 
 from rolecall import Context, PeerLostError
 from rolecall.jobs.ps import PsSettings, data, model
-from rolecall.jobs.ps.cores import share_cores
-from rolecall.jobs.ps.exchanges import Exchange, Exchanges, count_parameters
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices
-from rolecall.jobs.ps.metrics import WEIGHTS
+from rolecall.jobs.ps.exchanges import Exchange, Exchanges, deadline, is_answered, share_cores
+from rolecall.jobs.ps.messages import BatchReport, Indices
 from rolecall.jobs.ps.server import Server
-from rolecall.jobs.ps.wire import Receiver, Sender
 
 SIGN_SECONDS = 1.0  # between two messages to the lead that steps are made
 
@@ -44,7 +41,7 @@ def run(
         if not assigned:
             return  # the epochs are done
         share_cores(context)
-        samples, version, begun = assigned.popleft(), replica.version, time.monotonic()
+        samples, version, begun = assigned.popleft(), replica.exchanges.version, time.monotonic()
         done, loss, correct = 0, 0.0, 0
         for batch in np.array_split(samples, -(-len(samples) // s.batch_size)):  # of equal size, give or take one
             with metrics.ps_compute_seconds.time():
@@ -75,31 +72,22 @@ class LocalReplica:
     """
 
     def __init__(self, context: Context[PsSettings]) -> None:
-        self.context, self.settings, self.metrics = context, context.settings, context.metrics
-        self.device = context.device
+        self.context, self.settings, self.device = context, context.settings, context.device
         self.model = model.build(self.settings).to(self.device).train()
-        self.parts = model.parts(self.model, self.settings)
-        self.version = self.number = 0  # of the newest parameters here; of the next difference
+        self.exchanges = Exchanges(context, self.model)
+        self.number = 0  # of the next difference
         self._rate = 1.0  # the learning rate over LR
-        total = self.parts[-1].stop
+        self._extents = [slice(part.start, part.stop) for part in self.exchanges.parts]
+        total = self._extents[-1].stop
         self._local, self._base, self._snapshot = (torch.zeros(total, device=self.device) for _ in range(3))
         vector_to_parameters(self._local, model.trainable(self.model))
         self._optimizer = model.optimizer(model.trainable(self.model), self.settings)
-        self._extents = [slice(part.start, part.stop) for part in self.parts]
-        sizes = [part.stop - part.start for part in self.parts]
-        self._differences = [torch.empty(size) for size in sizes]
-        self._senders = [Sender(size, self.settings.wire_dtype) for size in sizes]
-        self._receivers = [Receiver(size, self.settings.wire_dtype) for size in sizes]
-        self._exchange: dict[int, Exchange] = {}  # in flight, by part; one exchange at a time
+        self._under_way: dict[int, Exchange] = {}  # by part; one exchange at a time
         self._sent_at = 0.0
-        # longer than the slowest trainer's round, while the lead waits for each of its steps, and saves
-        s = self.settings
-        self._deadline = (s.inner_steps + 2) * s.step_timeout + s.phase_timeout + s.rpc_timeout
-        self._exchanges = Exchanges(context, self._deadline)
 
     def close(self) -> None:
         """Ends its thread."""
-        self._exchanges.close()
+        self.exchanges.close()
 
     def step(self, inputs: Tensor, targets: Tensor) -> tuple[float, int]:
         """An inner step with a batch: inputs [n, ...] and class numbers [n]. Returns the mean loss before it, and how
@@ -116,63 +104,48 @@ class LocalReplica:
 
     def sign(self) -> Future[None]:
         """Tells the lead that this round goes on."""
-        calls = self.context.options(timeout=self._deadline)
-        return calls.call(self.context.rank0, Server.working, self._exchanges.me, self.number)
+        calls = self.context.options(timeout=deadline(self.settings))
+        return calls.call(self.context.rank0, Server.working, self.exchanges.me, self.number)
 
     def ask(self) -> None:
         """Asks for the first parameters and batches."""
-        self._send([None] * len(self.parts), BatchReport(0, 0))
+        self._send([None] * len(self._extents), BatchReport(0, 0))
 
     def send(self, report: BatchReport) -> None:
         """Ends a round: sends the difference that it made. The exchange before must have been taken."""
         self._snapshot.copy_(self._local)
-        for extent, difference in zip(self._extents, self._differences, strict=True):
-            difference.copy_(self._base[extent] - self._local[extent])
-        if not all(bool(difference.isfinite().all()) for difference in self._differences):
+        difference = (self._base - self._local).cpu()
+        if not bool(difference.isfinite().all()):
             report = replace(report, loss=math.nan)  # the lead ends the training before it applies the difference
-        pairs = zip(self._senders, self._differences, strict=True)
-        self._send([sender.encode(difference) for sender, difference in pairs], report)
+        self._send([difference[extent] for extent in self._extents], report)
+
+    def _send(self, gradients: list[Tensor] | list[None], report: BatchReport) -> None:
+        assert not self._under_way, "an exchange is under way"
+        self._sent_at = time.monotonic()
+        for index, gradient in enumerate(gradients):
+            self._under_way[index] = self.exchanges.send(self.number, index, gradient, report)
+        self.number += 1
 
     def take(self, wait: bool) -> list[Indices]:
         """Takes the parts that have arrived, or with `wait` all parts; returns the batches that came with part 0."""
         batches: list[Indices] = []
-        if not self._exchange:
+        if not self._under_way:
             return batches
         hidden = time.monotonic() - self._sent_at
-        for index, call in list(self._exchange.items()):
-            if call.done():
-                parameters, assignment = call.result()
-            elif wait:
-                with self.metrics.ps_wait_seconds.time():
-                    parameters, assignment = call.result()
-            else:
+        for index, exchange in list(self._under_way.items()):
+            if not wait and not is_answered(exchange):
                 continue
-            del self._exchange[index]
+            parameters, assignment = self.exchanges.take(index, self._under_way.pop(index))
             if parameters is None:
                 raise PeerLostError("this trainer was given up")
-            count_parameters(self.metrics, parameters, self.parts[index])
-            self._rebase(index, parameters)
+            self._rebase(self._extents[index], parameters.to(self.device))
             if assignment is not None:
-                batches = assignment.batches
-                self.version, self._rate = assignment.version, assignment.rate
-                self.metrics.weights_version.labels(WEIGHTS).set(self.version)
-                model.load_buffers(self.model, assignment.buffers)
-        if not self._exchange and self.number > 1:
-            self.metrics.ps_hidden_seconds.inc(hidden)
+                batches, self._rate = assignment.batches, assignment.rate
+        if not self._under_way and self.number > 1:
+            self.context.metrics.ps_hidden_seconds.inc(hidden)
         return batches
 
-    def _rebase(self, index: int, payload: Tensor) -> None:
+    def _rebase(self, extent: slice, parameters: Tensor) -> None:
         """A part's new parameters: new + (local - snapshot), which without a step since is exactly new."""
-        extent = self._extents[index]
-        parameters = self._receivers[index].receive(payload).to(self.device)
         self._local[extent].sub_(self._snapshot[extent]).add_(parameters)
         self._base[extent].copy_(parameters)
-
-    def _send(self, payloads: list[Tensor | None], report: BatchReport) -> None:
-        assert not self._exchange, "an exchange is in flight"
-        key = GradientKey(self._exchanges.me, self.number)
-        self._sent_at = time.monotonic()
-        for index, (part, payload) in enumerate(zip(self.parts, payloads, strict=True)):
-            message = GradientPart(key, index, payload, report if index == 0 else None)  # the lead has part 0
-            self._exchange[index] = self._exchanges.send(part.server, message)
-        self.number += 1

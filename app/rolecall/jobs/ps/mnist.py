@@ -44,11 +44,11 @@ def load(directory: Path) -> tuple[Digits, Digits]:
     with UsageError.wrap(f"DATASET=mnist DATA_DIR={directory}: cannot be loaded", advice=advice):
         if not all(_exists(raw / name) for name in FILES):
             _download(raw)
-        images, labels, test_images, test_labels = (_idx(raw / name) for name in FILES)
-        return _split("train", images, labels), _split("t10k", test_images, test_labels)
+        return _split(raw, "train"), _split(raw, "t10k")
 
 
-def _split(name: str, images: Tensor, labels: Tensor) -> Digits:
+def _split(raw: Path, name: str) -> Digits:
+    images, labels = _idx(raw / f"{name}-images-idx3-ubyte"), _idx(raw / f"{name}-labels-idx1-ubyte")
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels) or not len(labels):
         raise ValueError(f"{name} has images {tuple(images.shape)} and labels {tuple(labels.shape)}")
     return images, labels.long()

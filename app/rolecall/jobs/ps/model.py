@@ -105,15 +105,20 @@ def check(settings: PsSettings) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class VectorPart:
     """Elements `start` to `stop` of the flat vector, which the server with ordinal `server` holds."""
 
     start: int
     stop: int
     server: int
 
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return self.stop - self.start
 
-def parts(model: nn.Module, settings: PsSettings) -> tuple[Part, ...]:
+
+def parts(model: nn.Module, settings: PsSettings) -> tuple[VectorPart, ...]:
     """Cuts the parameters that are trained, laid end to end, into equal shards for the servers, and these into parts.
 
     A part is the unit of an exchange. A part's gradient leaves while the backward pass still computes the parts before
@@ -122,7 +127,7 @@ def parts(model: nn.Module, settings: PsSettings) -> tuple[Part, ...]:
     """
     total, servers = count(model), settings.servers
     if settings.update_mode == "autograd":
-        return (Part(0, total, 0),)
+        return (VectorPart(0, total, 0),)
     cuts, begun, offset = set[int](), 0, 0
     for parameter in trainable(model):
         if parameter.numel() >= MIN_PART_ELEMENTS or offset - begun >= MIN_PART_ELEMENTS:
@@ -134,7 +139,7 @@ def parts(model: nn.Module, settings: PsSettings) -> tuple[Part, ...]:
     bounds = [total * server // servers for server in range(servers + 1)]
     edges = sorted({0, total, *cuts, *bounds})
     owners = {start: next(s for s in range(servers) if start < bounds[s + 1]) for start in edges[:-1]}
-    return tuple(Part(start, stop, owners[start]) for start, stop in pairwise(edges))
+    return tuple(VectorPart(start, stop, owners[start]) for start, stop in pairwise(edges))
 
 
 def release(model: nn.Module) -> None:

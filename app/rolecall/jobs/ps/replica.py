@@ -13,12 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from rolecall import Context
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.exchanges import Exchange, Exchanges, count_parameters
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices
-from rolecall.jobs.ps.metrics import WEIGHTS
-from rolecall.jobs.ps.model import Part
+from rolecall.jobs.ps.exchanges import Exchange, Exchanges, is_answered
+from rolecall.jobs.ps.messages import BatchReport, Indices
+from rolecall.jobs.ps.model import VectorPart
 from rolecall.jobs.ps.server import MAX_EXCHANGES
-from rolecall.jobs.ps.wire import Receiver, Sender
 
 Gradient = dict[int, Exchange]  # by part
 
@@ -31,21 +29,15 @@ class Replica:
     """
 
     def __init__(self, context: Context[PsSettings]) -> None:
-        self.context, self.settings, self.metrics = context, context.settings, context.metrics
-        self.device = context.device
+        self.settings, self.device = context.settings, context.device
         self.model = model.build(self.settings).to(self.device).train()
-        self.parts = model.parts(self.model, self.settings)
-        self.version = 0  # of the parameters here
+        self.exchanges = Exchanges(context, self.model)
+        self.parts = self.exchanges.parts
         self.number = 0  # of the next gradient
-        self._exchanges: deque[Gradient] = deque()  # in flight
+        self._under_way: deque[Gradient] = deque()
         self._batches: list[Indices] = []  # came with the parameters
-        # longer than the lead waits for the slowest trainer, and saves
-        s = self.settings
-        self._exchange = Exchanges(context, 2 * s.step_timeout + s.phase_timeout + s.rpc_timeout)
         self._pieces = _pieces(self.model, self.parts)
         self._joined: dict[int, Tensor] = {}  # gradients of parts that have elements of several parameters
-        self._senders = [Sender(part.stop - part.start, s.wire_dtype) for part in self.parts]
-        self._receivers = [Receiver(part.stop - part.start, s.wire_dtype) for part in self.parts]
         # by part, the parameters whose gradient the backward pass has yet to compute
         self._missing: list[set[nn.Parameter]] = []
         self._hooks: list[RemovableHandle] = []
@@ -61,7 +53,7 @@ class Replica:
 
     def close(self) -> None:
         """Ends its thread, and frees its memory: hooks would keep it."""
-        self._exchange.close()
+        self.exchanges.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -73,16 +65,16 @@ class Replica:
 
     def has_to_take(self, batches: Collection[Indices]) -> bool:
         """Whether to call `take` before computing the next of `batches`: an answer is here, or must be waited for."""
-        if not self._exchanges:
+        if not self._under_way:
             return False
-        arrived = all(call.done() for call in self._exchanges[0].values())
-        return arrived or not batches or len(self._exchanges) == MAX_EXCHANGES
+        arrived = all(map(is_answered, self._under_way[0].values()))
+        return arrived or not batches or len(self._under_way) == MAX_EXCHANGES
 
     def take(self) -> list[Indices]:
         """Waits for the answer to the oldest gradient; returns its batches. Parameters that the forward pass waits for
         may still be in flight.
         """
-        self._incoming, self._batches = self._exchanges.popleft(), []
+        self._incoming, self._batches = self._under_way.popleft(), []
         self._await(self._eager)
         return self._batches
 
@@ -98,7 +90,8 @@ class Replica:
 
     def backward(self, loss: Tensor, samples: int, correct: int) -> None:
         """Sends the gradient of `loss`, a mean over `samples` of which `correct` were classified correctly."""
-        self._open(BatchReport(self.version, samples, float(loss.detach()), correct, model.buffers(self.model)))
+        version, buffers = self.exchanges.version, model.buffers(self.model)
+        self._open(BatchReport(version, samples, float(loss.detach()), correct, buffers))
         loss.backward()
         for parameter in set().union(*self._missing):  # the loss does not depend on it
             parameter.grad = torch.zeros_like(parameter)
@@ -108,7 +101,7 @@ class Replica:
         """Begins the exchange of the next gradient."""
         self._report = report
         self._missing = [{piece.parameter for piece in pieces} for pieces in self._pieces]
-        self._exchanges.append({})
+        self._under_way.append({})
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         """A parameter's gradient is computed: sends the parts that waited for it alone."""
@@ -119,8 +112,7 @@ class Replica:
                 continue
             pieces = self._pieces[index]
             if len(pieces) > 1:
-                part = self.parts[index]
-                whole = self._joined.setdefault(index, torch.empty(part.stop - part.start))
+                whole = self._joined.setdefault(index, torch.empty(self.parts[index].size))
                 for piece in pieces:
                     if piece.parameter is parameter:
                         whole[piece.in_part].copy_(gradient[piece.in_parameter])
@@ -129,15 +121,13 @@ class Replica:
             missing.discard(parameter)
             if not missing:
                 self._joined.pop(index, None)  # it is sent later: the next gradient gets other memory
-                self._send(index, self._senders[index].encode(whole))
+                self._send(index, whole)
         parameter.grad = None
 
     def _send(self, index: int, gradient: Tensor | None) -> None:
-        """Sends part `index` [elements] of the gradient to its server."""
-        report = self._report if index == 0 else None  # the lead has part 0
-        message = GradientPart(GradientKey(self._exchange.me, self.number), index, gradient, report)
-        sent = self._exchanges[-1]
-        sent[index] = self._exchange.send(self.parts[index].server, message)
+        """Sends part `index` [elements] of the gradient."""
+        sent = self._under_way[-1]
+        sent[index] = self.exchanges.send(self.number, index, gradient, self._report)
         if len(sent) == len(self.parts):
             self.number += 1
 
@@ -150,19 +140,14 @@ class Replica:
     def _await(self, indices: set[int]) -> None:
         """Waits for the parameters of the parts `indices`, and for the assignment that comes with part 0."""
         for index in sorted(indices & self._incoming.keys()):
-            with self.metrics.ps_wait_seconds.time():
-                parameters, assignment = self._incoming.pop(index).result()
+            parameters, assignment = self.exchanges.take(index, self._incoming.pop(index))
             if parameters is not None:
-                count_parameters(self.metrics, parameters, self.parts[index])
-                self._load(index, self._receivers[index].receive(parameters))
+                self._load(index, parameters.to(self.device))
             if assignment is not None:
-                self.version, self._batches = assignment.version, assignment.batches
-                self.metrics.weights_version.labels(WEIGHTS).set(self.version)
-                model.load_buffers(self.model, assignment.buffers)
+                self._batches = assignment.batches
 
     def _load(self, index: int, parameters: Tensor) -> None:
-        """Sets the parameters [elements] of a part. A whole parameter on the right device is used without a copy."""
-        parameters = parameters.to(self.device)
+        """Sets the parameters [elements] of a part. A whole parameter is used without a copy."""
         for piece in self._pieces[index]:
             values, parameter = parameters[piece.in_part], piece.parameter
             if values.numel() == parameter.numel():
@@ -192,7 +177,7 @@ def _needs(module: nn.Module, pieces: list[list[Piece]]) -> dict[nn.Module, set[
     return {layer: set().union(*(parts.get(one, set()) for one in layer.parameters())) for layer in owners}
 
 
-def _pieces(module: nn.Module, parts: tuple[Part, ...]) -> list[list[Piece]]:
+def _pieces(module: nn.Module, parts: tuple[VectorPart, ...]) -> list[list[Piece]]:
     """The pieces of each part."""
     pieces: list[list[Piece]] = [[] for _ in parts]
     offset = 0

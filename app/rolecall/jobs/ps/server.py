@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import queue
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from rolecall import Context, Share, remote
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.events import Inbox
 from rolecall.jobs.ps.messages import (
     Assignment,
     BatchReport,
@@ -21,9 +22,9 @@ from rolecall.jobs.ps.messages import (
     UpdateShard,
     Working,
 )
-from rolecall.jobs.ps.reports import Reports
 from rolecall.jobs.ps.server_model import ServerModel
-from rolecall.jobs.ps.shard import Shard, answer_call
+from rolecall.jobs.ps.shard import Shard
+from rolecall.jobs.ps.trainers import Inbox
 
 MAX_EXCHANGES = 2  # gradients of one trainer in flight
 
@@ -36,21 +37,16 @@ class Server:
     def __init__(self, context: Context[PsSettings]) -> None:
         settings = context.settings
         self.context, self.inbox = context, Inbox()
-        self._complete: Callable[[GradientKey], None] = self.inbox.put
-        if context.rank != 0:
-            self._complete = Reports(
-                context.logger, lambda keys: context.call(context.rank0, Server.complete, keys)
-            ).add
+        self._unreported: queue.SimpleQueue[GradientKey] = queue.SimpleQueue()
+        self._reporting = ThreadPoolExecutor(1)
         self.server_model: ServerModel | None = None
         if settings.update_mode == "autograd":
             trainers = max(1, len(context.peers("trainer")))  # nobody joins a generation with torch's RPC
             self.server_model = ServerModel(settings, max(1, context.threads // trainers), context.device)
         self.module = model.build(settings)
-        self.total = model.count(self.module)
         parts = enumerate(model.parts(self.module, settings))
         mine = [each for each in parts if each[1].server == context.me.ordinal]
-        self.shard = Shard(mine, settings, self.total)
-        self.shard.begin_with(model.trainable(self.module))
+        self.shard = Shard(mine, settings, parameters_to_vector(model.trainable(self.module)).detach())
         model.release(self.module)  # the lead evaluates with it
         self.shard.before = Share(context, "model", self.shard.rows, self.shard.prepare).before
         # the thread that answers a call also sends the answer: one for each trainer that may join, if another one does
@@ -64,11 +60,30 @@ class Server:
         """Keeps a part of a gradient, as it travels. The answer, with the part's new parameters, comes with the update
         that the trainer waits for. The answer to part 0 has the assignment.
         """
-        key, part, gradient, report = message
         answer: Future[PartAnswer] = Future()
-        if self.shard.receive(key, part, gradient, answer, report):
-            self._complete(key)
+        if self.shard.receive(message, answer):
+            if self.context.rank == 0:
+                self.inbox.put(message.key)
+            else:
+                self._unreported.put(message.key)
+                self._reporting.submit(self._report)
         return answer
+
+    def _report(self) -> None:
+        """Tells the lead, in one call at a time, which gradients this server has all of its parts of.
+
+        A failed call is not repeated, since the lead may have received it. A lost lead ends the generation; a live one
+        gives up trainers whose gradients do not arrive.
+        """
+        keys = []
+        while not self._unreported.empty():  # those that came during the call before go together
+            keys.append(self._unreported.get())
+        if keys:
+            try:
+                self.context.call(self.context.rank0, Server.complete, keys).result()
+            except Exception as error:
+                problem = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self.context.logger.warning("gradients not reported to the lead", gradients=len(keys), problem=problem)
 
     @remote
     def working(self, trainer: TrainerId, number: int) -> None:
@@ -114,14 +129,11 @@ class Server:
                 self.shard.apply(part, order.weights, order.rate)
             seconds += timer.seconds
             self.publish(order.version)
-            payloads = {} if self.server_model else self.shard.encode(part, order.answered)
-            self.shard.answer(part, order.answered, payloads, assignments, send=self._answer)
+            for call, answer in self.shard.answers(part, order.answered, assignments):
+                self._answering.submit(_answer, call, answer)
         self.context.metrics.ps_update_seconds.observe(seconds)
         if order.weights:  # without, the version is unchanged
             self.context.report_step(order.version)
-
-    def _answer(self, call: Future[PartAnswer], answer: PartAnswer) -> None:
-        self._answering.submit(answer_call, call, answer)
 
     @remote
     def flat(self) -> Tensor:
@@ -140,3 +152,9 @@ class Server:
         self.shard.drop(trainer)
         if self.server_model:
             self.server_model.drop(trainer)
+
+
+def _answer(call: Future[PartAnswer], answer: PartAnswer) -> None:
+    """Answers a call, unless its caller is gone."""
+    if call.set_running_or_notify_cancel():
+        call.set_result(answer)

@@ -8,7 +8,6 @@ backward, through a replica of the model over the version that it began with. Re
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -17,13 +16,6 @@ from torch.nn.utils import vector_to_parameters
 
 from rolecall.jobs.ps import PsSettings, model
 from rolecall.jobs.ps.messages import TrainerId
-
-
-class _Pass(NamedTuple):
-    """A forward pass: its trainer, and the version of its parameters."""
-
-    trainer: TrainerId
-    version: int
 
 
 class ServerModel:
@@ -35,7 +27,8 @@ class ServerModel:
         self._settings, self._threads, self._device = settings, threads, device
         self._lock = threading.Lock()
         self._replicas: dict[TrainerId, nn.Module] = {}
-        self._passes: dict[int, _Pass] = {}  # by context_id
+        # by context_id, the trainer of a forward pass and the version of its parameters
+        self._passes: dict[int, tuple[TrainerId, int]] = {}
         self._version, self._flat = 0, torch.empty(0)
 
     def publish(self, version: int, flat: Tensor) -> None:
@@ -53,7 +46,7 @@ class ServerModel:
             if replica is None:
                 replica = self._replicas[trainer] = model.build(self._settings).to(self._device).train()
             vector_to_parameters(self._flat.to(self._device), model.trainable(replica))
-            self._passes[context_id] = _Pass(trainer, self._version)
+            self._passes[context_id] = trainer, self._version
         output: Tensor = replica(inputs.to(self._device))
         return output.to(inputs.device)
 
@@ -62,14 +55,14 @@ class ServerModel:
         after it.
         """
         with self._lock:
-            ended = self._passes.pop(context_id)
-            replica = self._replicas[ended.trainer]
+            trainer, version = self._passes.pop(context_id)
+            replica = self._replicas[trainer]
         gradients: dict[Tensor, Tensor] = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
         parts = [gradients.get(one, torch.zeros_like(one)).reshape(-1).cpu() for one in model.trainable(replica)]
-        return torch.cat(parts), ended.version, model.buffers(replica)
+        return torch.cat(parts), version, model.buffers(replica)
 
     def drop(self, trainer: TrainerId) -> None:
         """Drops the replica and the passes of a lost trainer."""
         with self._lock:
             self._replicas.pop(trainer, None)
-            self._passes = {number: one for number, one in self._passes.items() if one.trainer != trainer}
+            self._passes = {number: one for number, one in self._passes.items() if one[0] != trainer}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -12,19 +12,13 @@ from torch import Tensor, nn
 
 from rolecall import Rows, UsageError
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, PartAnswer, TrainerId
-from rolecall.jobs.ps.model import Part
+from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, GradientPart, PartAnswer, TrainerId
+from rolecall.jobs.ps.model import VectorPart
 from rolecall.jobs.ps.wire import Views, decode
 
 STEP = "step"  # Adam's count of updates, the one tensor of an optimizer that has no element for each parameter
 # tensors by optimizer; a momentum of differences has another name, so it is never loaded as one of gradients
 STATES = {"adam": {STEP, "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}, "local": {"outer_momentum_buffer"}}
-
-
-def answer_call(call: Future[PartAnswer], answer: PartAnswer) -> None:
-    """Answers a call, unless its caller is gone."""
-    if call.set_running_or_notify_cancel():
-        call.set_result(answer)
 
 
 @dataclass
@@ -37,8 +31,8 @@ class _Received:
 
 
 class Shard:
-    """Holds the elements of `parts` (index and extent, adjoining) of the model's flat vector. Each part has an
-    optimizer, so a part's new parameters leave while the next part is updated.
+    """Holds a copy of the elements of `parts` (index and extent, adjoining) of the model's vector `flat` [total]. The
+    optimizer steps one part at a time, so a part's new parameters leave while the next part is updated.
 
     Any thread may call `receive`; one thread at a time calls the rest. `before(begin, end)` is called before elements
     `begin` to `end` change.
@@ -46,32 +40,31 @@ class Shard:
 
     def __init__(
         self,
-        parts: Sequence[tuple[int, Part]],
+        parts: Sequence[tuple[int, VectorPart]],
         settings: PsSettings,
-        total: int,
+        flat: Tensor,
         before: Callable[[int, int], None] = lambda begin, end: None,
     ) -> None:
-        self.total, self.before, self._settings = total, before, settings
+        self.total, self.before, self._settings = len(flat), before, settings
         self._restored_step: Tensor | None = None  # Adam's count of updates, of all parts
         self.start, self.stop = parts[0][1].start, parts[-1][1].stop
         self.parts = {index: slice(part.start - self.start, part.stop - self.start) for index, part in parts}
         local = settings.update_mode == "local"
         self._lr = settings.outer_lr if local else settings.lr
         self._prefix = "outer_" if local else ""  # of the optimizer's tensors
-        self._parameters = {
-            index: nn.Parameter(torch.zeros(extent.stop - extent.start)) for index, extent in self.parts.items()
-        }
-        self._optimizers = {index: _optimizer(one, settings) for index, one in self._parameters.items()}
+        self._parameters = {index: nn.Parameter(flat[part.start : part.stop].clone()) for index, part in parts}
+        parameters = [*self._parameters.values()]
+        if local:
+            momentum = settings.outer_momentum
+            self._optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                parameters, settings.outer_lr, momentum, nesterov=momentum > 0, fused=True
+            )
+        else:
+            self._optimizer = model.optimizer(parameters, settings)
         self._views = {index: Views(settings.wire_dtype) for index in self.parts}
         self._received: dict[GradientKey, _Received] = {}
         self._lost = set[TrainerId]()
         self._lock = threading.Lock()  # of `_received` and `_lost`
-
-    def begin_with(self, parameters: Iterable[Tensor]) -> None:
-        """Copies the shard's elements from the whole model's `parameters`."""
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])[self.start : self.stop]
-        for index, extent in self.parts.items():
-            self._parameters[index].data.copy_(flat[extent])
 
     # ---- what a checkpoint holds
 
@@ -81,8 +74,8 @@ class Shard:
         """
         self._settle()
         columns = {"parameters": [parameter.detach() for parameter in self._parameters.values()]}
-        for index, optimizer in self._optimizers.items():
-            for name, value in optimizer.state[self._parameters[index]].items():
+        for parameter in self._parameters.values():
+            for name, value in self._optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
                     columns.setdefault(self._prefix + name, []).append(value)
         return {
@@ -94,8 +87,8 @@ class Shard:
         """The same, with room for what a checkpoint holds. Raises UsageError if it is of another model or OPTIMIZER."""
         require_same_model(shapes, self._settings, self.total)
         names = shapes.keys() - {"parameters"}
-        for index, parameter in self._parameters.items():
-            self._optimizers[index].state[parameter] = {
+        for parameter in self._parameters.values():
+            self._optimizer.state[parameter] = {
                 name.removeprefix(self._prefix): torch.zeros(() if name == STEP else parameter.shape) for name in names
             }
         rows = self.rows()
@@ -107,8 +100,8 @@ class Shard:
     def _settle(self) -> None:
         """Sets each part's count of updates to the one that was restored."""
         if self._restored_step is not None:
-            for index, optimizer in self._optimizers.items():
-                optimizer.state[self._parameters[index]][STEP].fill_(self._restored_step[0])
+            for parameter in self._parameters.values():
+                self._optimizer.state[parameter][STEP].fill_(self._restored_step[0])
             self._restored_step = None
 
     @property
@@ -118,15 +111,9 @@ class Shard:
 
     # ---- updates
 
-    def receive(
-        self,
-        key: GradientKey,
-        part: int,
-        gradient: Tensor | None,
-        answer: Future[PartAnswer],
-        report: BatchReport | None = None,
-    ) -> bool:
+    def receive(self, message: GradientPart, answer: Future[PartAnswer]) -> bool:
         """Keeps a part of a gradient, as it travels. Returns whether all of this shard's parts of it are here."""
+        key, part, gradient, report = message
         with self._lock:
             if key.trainer in self._lost:
                 return False  # no caller waits for the answer
@@ -163,47 +150,35 @@ class Shard:
             self._settle()
             self.before(self.parts[part].start, self.parts[part].stop)
             parameter.grad = mean
-            group = self._optimizers[part].param_groups[0]
+            group = self._optimizer.param_groups[0]
             group["lr"] = self._lr * rate
-            self._optimizers[part].step()
+            self._optimizer.step()  # of the one part that has a gradient
             parameter.grad = None
             if group.get("momentum") == 0:
-                self._optimizers[part].state.clear()  # momenta of the checkpoint, which are not used
+                self._optimizer.state.pop(parameter, None)  # momenta of the checkpoint, which are not used
 
-    def encode(self, part: int, keys: Collection[GradientKey]) -> dict[GradientKey, Tensor]:
-        """The payloads of `part` for `keys`; see `Receiver`. They are sent later, when the next update may have changed
-        the parameters, so `async` sends a copy. In `sync` and `local` the next update waits for all answered trainers.
-        """
-        parameters = self._parameters[part].detach()
-        if self._settings.wire_dtype != "float32":
-            return self._views[part].encode(parameters, keys)
-        return dict.fromkeys(keys, parameters.clone() if self._settings.update_mode == "async" else parameters)
-
-    def answer(
-        self,
-        part: int,
-        keys: Iterable[GradientKey],
-        payloads: Mapping[GradientKey, Tensor],
-        assignments: Mapping[GradientKey, Assignment],
-        *,
-        send: Callable[[Future[PartAnswer], PartAnswer], object] = answer_call,
-    ) -> None:
-        """Answers the calls for `part` under `keys` with their `payloads`, and for part 0 with their assignments, each
-        by `send`.
-        """
+    def answers(
+        self, part: int, keys: Collection[GradientKey], assignments: Mapping[GradientKey, Assignment]
+    ) -> Iterator[tuple[Future[PartAnswer], PartAnswer]]:
+        """The calls for `part` under `keys`, each with its answer; those of part 0 have the assignments."""
+        payloads = self._encode(part, keys)
         for key in keys:
             if received := self._received.get(key):
                 assignment = assignments.get(key) if part == 0 else None
-                send(received.answers.pop(part), PartAnswer(payloads.get(key), assignment))
+                yield received.answers.pop(part), PartAnswer(payloads.get(key), assignment)
                 if not received.answers:
                     del self._received[key]
 
-
-def _optimizer(parameter: nn.Parameter, settings: PsSettings) -> torch.optim.Optimizer:
-    if settings.update_mode == "local":
-        momentum = settings.outer_momentum
-        return torch.optim.SGD([parameter], settings.outer_lr, momentum, nesterov=momentum > 0, fused=True)
-    return model.optimizer([parameter], settings)
+    def _encode(self, part: int, keys: Collection[GradientKey]) -> dict[GradientKey, Tensor]:
+        """The payloads of `part` for `keys`; see `Receiver`. They are sent later, when the next update may have changed
+        the parameters, so `async` sends a copy. In `sync` and `local` the next update waits for all answered trainers.
+        """
+        parameters, mode = self._parameters[part].detach(), self._settings.update_mode
+        if mode == "autograd":
+            return {}  # they stay here
+        if self._settings.wire_dtype != "float32":
+            return self._views[part].encode(parameters, keys)
+        return dict.fromkeys(keys, parameters.clone() if mode == "async" else parameters)
 
 
 def require_same_model(shapes: Mapping[str, tuple[int, ...]], settings: PsSettings, total: int) -> None:

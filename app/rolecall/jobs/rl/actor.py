@@ -19,18 +19,13 @@ from rolecall.jobs.rl.model import ActorCritic, to_tensor
 
 
 @dataclass
-class Memory:
-    """The values that n environments carry from step to step: `state` [n, S] (S is 0 without a recurrent policy), and
+class RecurrentState:
+    """The values that n environments carry from step to step: `hidden` [n, S] (S is 0 without a recurrent policy), and
     the `noise` [n, ...] of gSDE, or None. The rank that computes actions holds it.
     """
 
-    state: Tensor
+    hidden: Tensor
     noise: Tensor | None
-
-    @property
-    def empty(self) -> bool:
-        """Whether the environments carry no values."""
-        return self.state.shape[1] == 0 and self.noise is None
 
 
 class Choice(NamedTuple):
@@ -48,61 +43,57 @@ class Actor:
         self.device = device
 
     def load(self, policy: PolicyState) -> None:
-        """Replaces the policy."""
-        self.model.load_policy(policy)
+        """Replaces the policy by a `policy_state` of another model."""
+        self.model.load_state_dict(policy, strict=False)  # it has no baseline
 
-    def remember(self, count: int) -> Memory:
-        """The memory of `count` environments before their first step."""
-        state = torch.zeros(count, self.model.state_size, device=self.device)
-        return Memory(state, self.model.actions.draw(count))
+    def initial_state(self, count: int) -> RecurrentState:
+        """The state of `count` environments before their first step."""
+        hidden = torch.zeros(count, self.model.state_size, device=self.device)
+        return RecurrentState(hidden, self.model.actions.draw(count))
 
-    def refresh(self, memory: Memory) -> None:
+    def refresh(self, state: RecurrentState) -> None:
         """Draws new noise at the start of a rollout, because the policy has changed."""
-        if memory.noise is not None:
-            memory.noise = self.model.actions.draw(len(memory.state))
+        if state.noise is not None:
+            state.noise = self.model.actions.draw(len(state.hidden))
 
     @torch.inference_mode()
-    def act(self, observations: Array, dones: Array, memories: Sequence[Memory]) -> Choice:
+    def act(self, observations: Array, dones: Array, states: Sequence[RecurrentState]) -> Choice:
         """Samples an action for each of the observations [n, ...]; `dones` [n] are of the steps that led to them.
 
-        The memories are those of the environments in order, and are advanced. After the last observation of an episode
+        The states are those of the environments in order, and are advanced. After the last observation of an episode
         the state is the initial one, because the next observation is the first of the next episode.
         """
-        rows = to_tensor(observations, self.device)
-        if memories[0].empty:
-            parameters, _ = self.model.act(rows, memories[0].state)
-            actions = self.model.actions.sample(parameters)
-        else:
-            state = _join([memory.state for memory in memories])
-            noises = [memory.noise for memory in memories if memory.noise is not None]
-            parameters, state = self.model.act(rows, state)
-            actions = self.model.actions.sample(parameters, _join(noises) if noises else None)
-            goes_on = torch.from_numpy(dones == Done.CONTINUES).to(self.device)
-            after = (state * goes_on[:, None]).split([len(memory.state) for memory in memories])
-            for memory, advanced in zip(memories, after, strict=True):
-                memory.state = advanced
+        parameters = self._parameters(observations, dones, states)
+        noises = [state.noise for state in states if state.noise is not None]
+        actions = self.model.actions.sample(parameters, _join(noises) if noises else None)
         log_probabilities = self.model.actions.log_probability(parameters, actions)
         return Choice(actions.cpu().numpy(), log_probabilities.cpu().numpy())
 
     @torch.inference_mode()
-    def best(self, observations: Array, dones: Array, memory: Memory) -> Array:
+    def best(self, observations: Array, dones: Array, state: RecurrentState) -> Array:
         """The most probable action for each of the observations; otherwise as `act`."""
-        parameters, state = self.model.act(to_tensor(observations, self.device), memory.state)
-        goes_on = torch.from_numpy(dones == Done.CONTINUES).to(self.device)
-        memory.state = state * goes_on[:, None]
-        actions: Array = self.model.actions.best(parameters).cpu().numpy()
+        actions: Array = self.model.actions.best(self._parameters(observations, dones, [state])).cpu().numpy()
         return actions
 
+    def _parameters(self, observations: Array, dones: Array, states: Sequence[RecurrentState]) -> Tensor:
+        rows = to_tensor(observations, self.device)
+        parameters, hidden = self.model.act(rows, _join([state.hidden for state in states]))
+        if self.model.state_size:
+            goes_on = torch.from_numpy(dones == Done.CONTINUES).to(self.device)
+            after = (hidden * goes_on[:, None]).split([len(state.hidden) for state in states])
+            for state, advanced in zip(states, after, strict=True):
+                state.hidden = advanced
+        return parameters
 
-class Recorder:
+
+class TrajectoryBuilder:
     """Builds a `Trajectory` from the observations before and the actions of each step.
 
-    `Actor.act` advances the `memory` of the environments. Its state is recorded every SEQUENCE_STEPS.
-    Shapes: n are the environments, ... an observation's own shape, A an action's.
+    `Actor.act` advances the `state` of the environments, which is recorded every SEQUENCE_STEPS.
     """
 
-    def __init__(self, version: int, memory: Memory) -> None:
-        self.version, self.memory = version, memory
+    def __init__(self, version: int, state: RecurrentState) -> None:
+        self.version, self.state = version, state
         self._seen: list[tuple[Array, Array, Array]] = []
         self._chosen: list[tuple[Array, Array]] = []
         self._states: list[Array] = []
@@ -110,7 +101,7 @@ class Recorder:
     def see(self, observations: Array, rewards: Array, dones: Array) -> None:
         """Records the newest observations [n, ...], and the rewards and dones [n] of the step that led to them."""
         if len(self._chosen) % messages.SEQUENCE_STEPS == 0:
-            self._states.append(self.memory.state.cpu().numpy())
+            self._states.append(self.state.hidden.cpu().numpy())
         self._seen.append((observations, rewards, dones))
 
     def choose(self, actions: Array, log_probabilities: Array) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from typing import Any
 
 import gymnasium
@@ -21,16 +22,6 @@ FRAME_SKIP = 4  # frames that an action is repeated for
 SCREEN_PIXELS = 84  # of a side
 STACKED_FRAMES = 4
 MAX_NOOPS = 30  # at the start of an episode
-# arguments that the vector implementation takes too
-VECTOR_ARGUMENTS = {
-    "game",
-    "repeat_action_probability",
-    "full_action_space",
-    "frameskip",
-    "max_num_frames_per_episode",
-    "continuous",
-    "continuous_action_threshold",
-}
 
 
 def register(name: str) -> None:
@@ -45,7 +36,7 @@ def fits(spec: EnvSpec) -> bool:
     """Whether `spec` is a game, and the vector implementation takes its arguments."""
     return (
         spec.entry_point == "ale_py.env:AtariEnv"
-        and set(spec.kwargs) <= VECTOR_ARGUMENTS
+        and set(spec.kwargs) <= set(inspect.signature(_vector_class()).parameters)
         and type(spec.kwargs.get("frameskip", FRAME_SKIP)) is int
         and spec.max_episode_steps is None
         and not spec.additional_wrappers
@@ -56,7 +47,7 @@ def vector(spec: EnvSpec, num_envs: int, threads: int) -> gymnasium.vector.Vecto
     """`num_envs` games that `threads` threads step; None if `spec` does not fit."""
     if not fits(spec):
         return None
-    envs = importlib.import_module("ale_py.vector_env").AtariVectorEnv(
+    envs = _vector_class()(
         num_envs=num_envs,
         num_threads=min(threads, num_envs),
         reward_clipping=False,
@@ -69,6 +60,10 @@ def vector(spec: EnvSpec, num_envs: int, threads: int) -> gymnasium.vector.Vecto
     )
     envs.spec = spec
     return envs  # type: ignore[no-any-return]
+
+
+def _vector_class() -> Any:
+    return importlib.import_module("ale_py.vector_env").AtariVectorEnv
 
 
 def _frame_skip(spec: EnvSpec) -> int:

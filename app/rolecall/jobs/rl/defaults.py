@@ -17,7 +17,7 @@ Kind = Literal["reinforce", "discrete", "scalar", "continuous", "pixels", "sac",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class Hyperparameters:
     """A value for each setting of the same name; those of all algorithms."""
 
     num_envs: int
@@ -31,7 +31,7 @@ class Choices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnPolicy(Choices):
+class OnPolicy(Hyperparameters):
     """Those of ALGORITHM=ppo and reinforce."""
 
     epochs: int
@@ -44,7 +44,7 @@ class OnPolicy(Choices):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffPolicy(Choices):
+class OffPolicy(Hyperparameters):
     """Those of ALGORITHM=sac and dqn."""
 
     gamma: float = 0.99

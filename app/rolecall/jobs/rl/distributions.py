@@ -8,6 +8,7 @@ an action, k its size.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -84,25 +85,23 @@ class MultiCategorical(Distribution):
 
     def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
         """A sample of each choice."""
-        return self._each("sample", parameters)
+        return torch.stack([part.sample(logits) for part, logits in self._split(parameters)], -1)
 
     def best(self, parameters: Tensor) -> Tensor:
         """The largest logit of each choice."""
-        return self._each("best", parameters)
+        return torch.stack([part.best(logits) for part, logits in self._split(parameters)], -1)
 
     def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
         """The sum over the choices."""
-        parts = zip(self._parts, parameters.split(self.counts, -1), actions.unbind(-1), strict=True)
-        return torch.stack([part.log_probability(logits, chosen) for part, logits, chosen in parts]).sum(0)
+        parts = zip(self._split(parameters), actions.unbind(-1), strict=True)
+        return torch.stack([part.log_probability(logits, chosen) for (part, logits), chosen in parts]).sum(0)
 
     def entropy(self, parameters: Tensor) -> Tensor:
         """The sum over the choices."""
-        parts = zip(self._parts, parameters.split(self.counts, -1), strict=True)
-        return torch.stack([part.entropy(logits) for part, logits in parts]).sum(0)
+        return torch.stack([part.entropy(logits) for part, logits in self._split(parameters)]).sum(0)
 
-    def _each(self, method: str, parameters: Tensor) -> Tensor:
-        parts = zip(self._parts, parameters.split(self.counts, -1), strict=True)
-        return torch.stack([getattr(part, method)(logits) for part, logits in parts], -1)
+    def _split(self, parameters: Tensor) -> Iterator[tuple[Categorical, Tensor]]:
+        return zip(self._parts, parameters.split(self.counts, -1), strict=True)
 
 
 class Bernoulli(Distribution):
@@ -130,34 +129,47 @@ class Bernoulli(Distribution):
         return nn.functional.binary_cross_entropy_with_logits(parameters, probabilities, reduction="none").sum(-1)
 
 
-class Gaussian(Distribution):
-    """A diagonal Gaussian [k]: the network computes the mean; the deviation is the same for all observations. See
-    `spaces` for the clipping of samples.
-    """
+class Normal(Distribution):
+    """A diagonal Gaussian [k]. See `spaces` for the clipping of samples."""
+
+    def moments(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean, and the logarithm of the deviation."""
+        raise NotImplementedError
+
+    def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
+        """The mean plus noise."""
+        mean, log_std = self.moments(parameters)
+        return mean + log_std.exp() * torch.randn_like(mean)
+
+    def best(self, parameters: Tensor) -> Tensor:
+        """The mean."""
+        return self.moments(parameters)[0]
+
+    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        """The log density."""
+        mean, log_std = self.moments(parameters)
+        return _density(actions - mean, log_std)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        """Of the Gaussian before clipping."""
+        entropy = (self.moments(parameters)[1] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+        return entropy.expand(parameters.shape[:-1])
+
+
+class Gaussian(Normal):
+    """The network computes the mean; the deviation is the same for all observations."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
         self.log_std = nn.Parameter(torch.full((size,), INITIAL_LOG_STD[size > 1]))
 
-    def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
-        """The mean plus noise."""
-        return parameters + self.log_std.exp() * torch.randn_like(parameters)
-
-    def best(self, parameters: Tensor) -> Tensor:
-        """The mean."""
-        return parameters
-
-    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
-        """The log density."""
-        return _density(actions - parameters, self.log_std)
-
-    def entropy(self, parameters: Tensor) -> Tensor:
-        """Of the Gaussian before clipping."""
-        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(len(parameters))
+    def moments(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """The parameters, and the learned deviation [k]."""
+        return parameters, self.log_std
 
 
-class StateDependent(Distribution):
+class StateDependent(Normal):
     """A diagonal Gaussian whose noise is a function of the state (gSDE; Raffin, Kober and Stulp 2021).
 
     The network computes the mean [k] and features [f]; the noise is a random matrix times the features. While the noise
@@ -188,26 +200,13 @@ class StateDependent(Distribution):
     def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
         """The mean plus `noise` [m, f, k] times the features; without it, or unless it is held, independent noise."""
         if noise is None or not self.held:
-            mean, log_std = self._moments(parameters)
-            return mean + log_std.exp() * torch.randn_like(mean)
+            return super().sample(parameters)
         mean, features = parameters.split(self.split, -1)
         actions: Tensor = mean + torch.bmm(features[:, None], noise).squeeze(1)
         return actions
 
-    def best(self, parameters: Tensor) -> Tensor:
-        """The mean."""
-        return parameters[..., : self.split[0]]
-
-    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
-        """The log density over all matrices."""
-        mean, log_std = self._moments(parameters)
-        return _density(actions - mean, log_std)
-
-    def entropy(self, parameters: Tensor) -> Tensor:
-        """Of the Gaussian before clipping."""
-        return (self._moments(parameters)[1] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
-
-    def _moments(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """Those over all matrices."""
         mean, features = parameters.split(self.split, -1)
         variance: Tensor = features.square() @ (2 * self.log_std).exp()
         return mean, 0.5 * (variance + MIN_VARIANCE).log()

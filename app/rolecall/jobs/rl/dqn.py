@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rolecall.jobs.rl.distributions import EpsilonGreedy
+from rolecall.jobs.rl.learner import set_gradients
 from rolecall.jobs.rl.model import learned_parameters
-from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, follow, set_gradients
+from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, follow
 from rolecall.jobs.rl.replay import Batch
 from rolecall.jobs.rl.spaces import Spaces
 
@@ -26,7 +26,7 @@ class Dqn(OffPolicyLearner):
     def _begin(self, spaces: Spaces) -> None:
         assert isinstance(self.model.actions, EpsilonGreedy)
         self.actions = self.model.actions
-        self.target = copy.deepcopy(self.model.policy).requires_grad_(False)
+        self.beside = self.target = copy.deepcopy(self.model.policy).requires_grad_(False)
         self._parameters = learned_parameters(self.model.policy)
         self.optimizer = torch.optim.Adam(self._parameters, lr=self.choices.lr, fused=True)
 
@@ -55,12 +55,3 @@ class Dqn(OffPolicyLearner):
         share = (self.samples - start) / max(1, EPSILON_DECAY * start)
         self.actions.epsilon.fill_(1 - (1 - FINAL_EPSILON) * min(1.0, max(0.0, share)))
         self._entropy = self.actions.entropy(torch.zeros(1, self.actions.size, device=self.device))[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `OffPolicyLearner.state_dict`."""
-        return {**super().state_dict(), "target": self.target.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `OffPolicyLearner.load_state_dict`."""
-        super().load_state_dict(state)
-        self.target.load_state_dict(state["target"])

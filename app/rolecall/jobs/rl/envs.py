@@ -8,10 +8,10 @@ Shapes: n are the environments of a group, ... an observation's own shape.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,18 +20,14 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 
 from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings, atari
 from rolecall.jobs.rl.messages import Array
-from rolecall.jobs.rl.spaces import Spaces, is_image, read, shown
+from rolecall.jobs.rl.spaces import Spaces, is_image, read
 
 # of a rollout that waits for the end of an episode: most episodes are far shorter, but some have no end
 MAX_ROLLOUT_STEPS = 20_000
-WRITE_SECONDS = 1.0  # limit for a line to standard error, whose reader may be stopped
-SCREEN_PIXELS = (84, 84)  # Mnih et al. 2015
-STACKED_FRAMES = 4
 Env = gymnasium.Env[Any, Any]
 VectorEnv = gymnasium.vector.VectorEnv[Any, Any, Any]
 
@@ -50,92 +46,59 @@ class WrongAnswerError(ValueError):
     """An environment returned a value that is not in its spaces; the text describes the value."""
 
 
-class Singles(gymnasium.vector.VectorEnv[Any, Any, Any]):
+def checked(seen: Any, shape: tuple[int, ...], dtype: Any, name: str) -> Array:
+    """`seen`, which errors call `name`, as an array. Raises WrongAnswerError if it has another shape, or a dtype that
+    `dtype` cannot hold.
+    """
+    array: Any = seen if isinstance(seen, np.ndarray | np.generic) else np.asarray(seen, dtype)
+    if array.shape != shape:
+        raise WrongAnswerError(f"{name} of shape {array.shape}, not {shape}")
+    if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise WrongAnswerError(f"{name} of dtype {array.dtype}, not {dtype}")
+    return array  # type: ignore[no-any-return]
+
+
+class Singles(gymnasium.vector.SyncVectorEnv):
     """Environments stepped one after the other, with observations of `space`. `at` is the number of the current one.
 
-    Each step returns new arrays. Errors of an environment pass. WrongAnswerError is raised for an observation of
-    another shape or of a dtype that `space` cannot hold.
+    Errors of an environment pass. WrongAnswerError is raised for an observation that `space` cannot hold.
     """
 
-    def __init__(self, envs: list[Env], space: Box) -> None:
-        first = envs[0]
-        self.metadata = {**first.metadata, "autoreset_mode": AutoresetMode.NEXT_STEP}
-        self.num_envs, self.spec, self.render_mode = len(envs), first.spec, first.render_mode
-        self.single_observation_space, self.single_action_space = space, first.action_space
-        self.observation_space = batch_space(space, len(envs))
-        self.action_space = batch_space(first.action_space, len(envs))
-        self.envs, self.at = envs, 0
+    def __init__(self, envs: Sequence[Env], space: Box) -> None:
+        self.at = 0
+        numbered = [functools.partial(_Numbered, self, number, env, space) for number, env in enumerate(envs)]
+        super().__init__(numbered, copy=False)
+        self.spec = envs[0].spec
+
+
+class _Numbered(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Environment `number` of a group, with observations of `space`; those of other spaces are flattened."""
+
+    def __init__(self, group: Singles, number: int, env: Env, space: Box) -> None:
+        super().__init__(env if isinstance(env.observation_space, Box) else gymnasium.wrappers.FlattenObservation(env))
+        self.group, self.number, self.observation_space = group, number, space
         self._shape, self._dtype = space.shape, space.dtype
-        self._over = np.zeros(len(envs), np.bool_)
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """Resets environment number i with the seed `seed` + i."""
-        observations = np.empty((self.num_envs, *self._shape), self._dtype)
-        for number, env in enumerate(self.envs):
-            self.at = number
-            observation, _ = env.reset(seed=None if seed is None else seed + number, options=options)
-            self._take(observations, number, observation)
-        self._over[:] = False
-        return observations, {}
+    def reset(self, **arguments: Any) -> tuple[Array, dict[str, Any]]:
+        """See `gymnasium.Env.reset`."""
+        self.group.at = self.number
+        return checked(self.env.reset(**arguments)[0], self._shape, self._dtype, "an observation"), {}
 
-    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        """Takes actions [n, ...]. Returns observations [n, ...], rewards [n] float64, and which environments terminated
-        and which were truncated [n] bool.
-        """
-        n, over = self.num_envs, self._over
-        observations = np.empty((n, *self._shape), self._dtype)
-        rewards = np.zeros(n)
-        terminated, truncated = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
-        for number, env in enumerate(self.envs):
-            self.at = number
-            if over[number]:
-                observation, _ = env.reset()
-            else:
-                observation, rewards[number], terminated[number], truncated[number], _ = env.step(actions[number])
-            self._take(observations, number, observation)
-        self._over = terminated | truncated
-        return observations, rewards, terminated, truncated, {}
-
-    def _take(self, observations: Array, number: int, observation: Any) -> None:
-        if not isinstance(observation, np.ndarray | np.generic):
-            observation = np.asarray(observation, self._dtype)
-        if observation.shape != self._shape:
-            raise WrongAnswerError(f"an observation of shape {observation.shape}, not {self._shape}")
-        if observation.dtype != self._dtype and not np.can_cast(observation.dtype, self._dtype, "same_kind"):
-            raise WrongAnswerError(f"an observation of dtype {observation.dtype}, not {self._dtype}")
-        observations[number] = observation
-
-    def render(self) -> Any:
-        """The picture of the first environment."""
-        return self.envs[0].render()
-
-    def close_extras(self, **_: Any) -> None:
-        """Closes the environments."""
-        for env in self.envs:
-            env.close()
+    def step(self, action: Any) -> tuple[Array, Any, bool, bool, dict[str, Any]]:
+        """See `gymnasium.Env.step`; without the infos, whose collection takes long."""
+        self.group.at = self.number
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        return checked(observation, self._shape, self._dtype, "an observation"), reward, terminated, truncated, {}
 
 
 def make(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[VectorEnv, Spaces]:
     """`num_envs` environments that are stepped together, and their spaces.
 
     The environment's own vector implementation is used if it resets in the next step and its observations need no
-    change. A line on standard error tells if they are not made after ENV_TIMEOUT, because some load for minutes. With
-    `render`, the `render()` of the vector is an RGB picture of the first one, [height, width, 3] uint8.
+    change. With `render`, they are `Singles` that render RGB pictures, [height, width, 3] uint8.
 
     Raises UsageError for an id that does not exist, environments that cannot be made, and spaces without a policy.
     """
-    line = f"rolecall: ENV_ID={settings.env_id}: is not made after {settings.env_timeout:g} s; still waiting\n"
-    timer = threading.Timer(settings.env_timeout, sys.stderr.write, [line])
-    timer.daemon = True
-    timer.start()
-    try:
-        return _make(settings, num_envs, render)
-    finally:
-        timer.cancel()
-        timer.join(WRITE_SECONDS)
-
-
-def _make(settings: RlSettings, num_envs: int, render: bool) -> tuple[VectorEnv, Spaces]:
     name = f"ENV_ID={settings.env_id}"
     with UsageError.wrap(f"{name}: cannot be made"):
         spec = _spec_of(settings.env_id)
@@ -143,7 +106,9 @@ def _make(settings: RlSettings, num_envs: int, render: bool) -> tuple[VectorEnv,
             envs = atari.vector(spec, num_envs, settings.cpu_threads) or _vector(spec, num_envs)
             if envs is not None:
                 return envs, read(envs.single_observation_space, envs.single_action_space, name)
-        return _singles(settings, spec or settings.env_id, num_envs, render)
+        singles = [_single(settings, spec or settings.env_id, render) for _ in range(num_envs)]
+        spaces = read(singles[0].observation_space, singles[0].action_space, name)
+        return Singles(singles, spaces.observation), spaces
 
 
 def describe(settings: RlSettings) -> Description:
@@ -188,34 +153,8 @@ def _vector(spec: EnvSpec, num_envs: int) -> VectorEnv | None:
     return None
 
 
-def _singles(settings: RlSettings, spec: EnvSpec | str, num_envs: int, render: bool) -> tuple[VectorEnv, Spaces]:
-    name = f"ENV_ID={settings.env_id}"
-    first = _single(settings, spec, render)
-    envs = [first]
-    try:
-        spaces = read(first.observation_space, first.action_space, name)
-        wrap: Callable[[Env], Env] = _same
-        if not isinstance(first.observation_space, Box):
-            wrap = gymnasium.wrappers.FlattenObservation
-        elif not settings.wrappers and _is_rgb(first.observation_space):
-            wrap = _stacked
-        envs[0] = wrap(first)
-        if wrap is _stacked:
-            spaces = read(envs[0].observation_space, first.action_space, name)
-        while len(envs) < num_envs:
-            envs.append(env := wrap(_single(settings, spec, render)))
-            for seen, wanted in ((env.observation_space, envs[0].observation_space), (env.action_space, spaces.action)):
-                if seen != wanted:
-                    raise UsageError(f"{name}: makes environments of different spaces, {shown(seen)}, {shown(wanted)}")
-    except BaseException:
-        for env in envs:
-            env.close()
-        raise
-    return Singles(envs, spaces.observation), spaces
-
-
 def _single(settings: RlSettings, spec: EnvSpec | str, render: bool) -> Env:
-    """One environment, with WRAPPERS."""
+    """One environment, with WRAPPERS or those of RGB images."""
     mode: dict[str, Any] = {"render_mode": "rgb_array"} if render else {}
     if render and not settings.wrappers and isinstance(spec, EnvSpec) and atari.fits(spec):
         return atari.single(spec, **mode)
@@ -225,10 +164,8 @@ def _single(settings: RlSettings, spec: EnvSpec | str, render: bool) -> Env:
         env = settings.build("wrappers", env)
         if not isinstance(env, gymnasium.Env):
             raise UsageError(f"WRAPPERS={settings.wrappers}: returns a {type(env).__name__}, not an environment")
-    return env
-
-
-def _same(env: Env) -> Env:
+    elif isinstance(env.observation_space, Box) and _is_rgb(env.observation_space):
+        env = _stacked(env)
     return env
 
 
@@ -242,7 +179,7 @@ def _stacked(env: Env) -> Env:
     wrappers = gymnasium.wrappers
     try:
         # resized first, because a large picture takes longer to convert to grey
-        small = wrappers.ResizeObservation(env, SCREEN_PIXELS)
+        small = wrappers.ResizeObservation(env, (atari.SCREEN_PIXELS, atari.SCREEN_PIXELS))
     except gymnasium.error.DependencyNotInstalled:
         raise ImportError("images need OpenCV: pip install opencv-python-headless") from None
-    return wrappers.FrameStackObservation(wrappers.GrayscaleObservation(small), STACKED_FRAMES)
+    return wrappers.FrameStackObservation(wrappers.GrayscaleObservation(small), atari.STACKED_FRAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,7 +17,7 @@ from rolecall.jobs.rl import RlSettings, model
 from rolecall.jobs.rl.actor import Actor
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.messages import Array, Done
-from rolecall.jobs.rl.processes import Advance, OnHang, play_each
+from rolecall.jobs.rl.processes import play_each
 from rolecall.jobs.rl.spaces import Spaces
 from rolecall.jobs.rl.stepping import MAX_SEED, Envs, abandon
 from rolecall.jobs.rl.video import FilmedEnv, Video
@@ -64,30 +65,31 @@ def evaluate(
     processes = max(1, min(wanted, len(groups)))
     shared = settings.model_copy(update={"threads": max(1, settings.cpu_threads // processes)})
 
-    def play_in(group: Envs, advance: Advance) -> Played:
+    def play_in(group: Envs) -> Played:
         # on a busy machine torch's threads wait for each other: with two, a step in Boxing took ten times as long
         torch.set_num_threads(1)
         trained = restore(settings, group.spaces, state)
         held = None if deterministic else choose(settings, group.spaces).rollout_steps
-        played = _play(Actor(trained, device), group, held, advance)
+        played = _play(Actor(trained, device), group, held)
         group.close()
         return played
 
-    def play(numbers: range, advance: Advance, on_hang: OnHang = abandon) -> Played:
+    def play(numbers: range, on_hang: Callable[[str], None] = abandon) -> Played:
         seed_generators((seed + numbers.start) % MAX_SEED)  # a fork has its parent's
-        return play_in(Envs(shared, len(numbers), seed + numbers.start, numbers.start, on_hang), advance)
+        return play_in(Envs(shared, len(numbers), seed + numbers.start, numbers.start, on_hang))
 
     played = dict[int, Played]()
     with progress("evaluating", episodes, "episodes") as advance:
         if video is not None:
             seed_generators(seed % MAX_SEED)
             with Video(video) as film:
-                played[0] = play_in(FilmedEnv(settings, seed, film), advance)
-        if processes > 1:
-            with closing(play_each(groups, processes, play, advance)) as results:
-                played.update((numbers.start, result) for numbers, result in results)
-        else:
-            played.update((numbers.start, play(numbers, advance)) for numbers in groups)
+                played[0] = play_in(FilmedEnv(settings, seed, film))
+            advance(1)
+        results = ((numbers, play(numbers)) for numbers in groups)
+        with closing(play_each(groups, processes, play) if processes > 1 else results) as each:
+            for numbers, result in each:
+                played[numbers.start] = result
+                advance(len(numbers))
     returns, lengths, ended = (
         np.concatenate(column) for column in zip(*(played[number] for number in sorted(played)), strict=True)
     )
@@ -120,23 +122,21 @@ class Played(NamedTuple):
     ended: Array
 
 
-def _play(actor: Actor, group: Envs, held: int | None, advance: Advance) -> Played:
+def _play(actor: Actor, group: Envs, held: int | None) -> Played:
     """Samples actions, with new noise every `held` steps, or takes the most probable actions if `held` is None."""
     n = len(group.dones)
-    memory, returns, lengths, ended = actor.remember(n), np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.bool_)
+    state, returns, lengths, ended = actor.initial_state(n), np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.bool_)
     for step in range(MAX_EPISODE_STEPS):
         if held is None:
-            actions = actor.best(group.observations, group.dones, memory)
+            actions = actor.best(group.observations, group.dones, state)
         else:
             if step % held == 0:
-                actor.refresh(memory)
-            actions = actor.act(group.observations, group.dones, [memory]).actions
+                actor.refresh(state)
+            actions = actor.act(group.observations, group.dones, [state]).actions
         group.step(actions)
         returns[~ended] += group.rewards[~ended]
         lengths += ~ended
-        before = int(ended.sum())
         ended |= group.dones != Done.CONTINUES
-        advance(int(ended.sum()) - before)
         if ended.all():
             break
     return Played(returns, lengths, ended)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete, MultiDiscrete, Space
+from gymnasium.spaces import Space
 from torch import Tensor, nn
 
 from rolecall import Exported
@@ -26,66 +26,56 @@ STATE, NEXT_STATE = "state", "next_state"
 class ExportedActions(nn.Module):
     """`spaces.Actions` in torch: converts actions of a policy to those of `space`."""
 
-    scale: Tensor
     centre: Tensor
+    scale: Tensor
     low: Tensor
     high: Tensor
 
     def __init__(self, space: Space[Any]) -> None:
         super().__init__()
-        self.shape, self.continuous = space.shape or (), isinstance(space, Box)
-        assert space.dtype is not None
+        self.shape, actions = space.shape or (), Actions(space)
+        self.scaled, self.whole = actions.scaled, actions.whole
         self.dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
-        self.whole = not self.dtype.is_floating_point
-        if isinstance(space, Box):
-            numbers = Actions(space).numbers()
-        else:
-            start = space.start if isinstance(space, Discrete | MultiDiscrete) else 0
-            numbers = {"centre": np.asarray(start).reshape(-1)}
-        for name, values in numbers.items():
+        for name, values in actions.numbers.items():
             self.register_buffer(name, torch.from_numpy(np.array(values)))
 
     def forward(self, actions: Tensor) -> Tensor:
         """Actions [batch, A], or [batch] of one choice, to those of the environment [batch, ...]."""
-        if self.continuous:
-            values = self.centre + self.scale * actions
+        values = actions.reshape(actions.shape[0], -1)
+        if self.scaled:
+            values = self.centre + self.scale * values
             values = values.round() if self.whole else values
             values = torch.minimum(torch.maximum(values, self.low), self.high)
         else:
-            values = actions.reshape(actions.shape[0], -1) + self.centre
+            values = values + self.centre
         return values.reshape(actions.shape[0], *self.shape).to(self.dtype)
 
 
 class ExportedPolicy(nn.Module):
-    """Maps observations to the most probable actions, and to the parameters of the distribution of actions."""
+    """Maps observations, and the state of a recurrent policy, to the most probable actions, the parameters of the
+    distribution of actions, and the next state.
+    """
 
     def __init__(self, trained: ActorCritic, spaces: Spaces) -> None:
         super().__init__()
         self.normalizer, self.policy, self.distribution = trained.normalizer, trained.policy, trained.actions
         self.actions = ExportedActions(spaces.action)
 
-    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """Observations [batch, ...] to actions [batch, ...] and parameters [batch, p]."""
-        out = self.policy(self._prepared(observations))
-        parameters = out if isinstance(out, Tensor) else out[0]
-        return self.actions(self.distribution.best(parameters)), parameters
-
-    def _prepared(self, observations: Tensor) -> Tensor:
+    def forward(self, observations: Tensor, state: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Observations [batch, ...] to actions [batch, ...] and parameters [batch, p]. A state [batch, S] is zeros at
+        the start of an episode.
+        """
         observations = observations.float()
-        return observations if self.normalizer is None else self.normalizer(observations)
-
-
-class ExportedRecurrentPolicy(ExportedPolicy):
-    """An `ExportedPolicy` with a state as input and output."""
-
-    def forward(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """See `ExportedPolicy.forward`; states [batch, S] are zeros at the start of an episode."""
-        out = self.policy(self._prepared(observations), state)
-        return self.actions(self.distribution.best(out[0])), out[0], out[-1]
+        if self.normalizer is not None:
+            observations = self.normalizer(observations)
+        out = self.policy(observations) if state is None else self.policy(observations, state)
+        parameters = out if isinstance(out, Tensor) else out[0]
+        answer = self.actions(self.distribution.best(parameters)), parameters
+        return answer if state is None else (*answer, out[-1])
 
 
 def export(settings: RlSettings, state: dict[str, Any]) -> Exported:
-    """See `ExportedPolicy` and `ExportedRecurrentPolicy`. Raises UsageError as `evaluate` does."""
+    """See `ExportedPolicy`. Raises UsageError as `evaluate` does."""
     spaces, cpu = envs.describe(settings).spaces, torch.device("cpu")
     trained = restore(settings, spaces, state).eval()
     recurrent, as_the_environments = bool(trained.state_size), Actions(spaces.action)
@@ -112,11 +102,10 @@ def export(settings: RlSettings, state: dict[str, Any]) -> Exported:
                 group.step(trained.actions.best(parameters).numpy())
 
     names = ["observations", *([STATE] if recurrent else [])]
-    kind = ExportedRecurrentPolicy if recurrent else ExportedPolicy
     zeros = np.zeros((2, *spaces.observation.shape), spaces.observation.dtype)
     example = inputs(to_tensor(zeros, cpu), torch.zeros(2, trained.state_size))
     return Exported(
-        kind(trained, spaces),
+        ExportedPolicy(trained, spaces),
         example,
         ["actions", "parameters", *([NEXT_STATE] if recurrent else [])],
         dynamic={name: {0: "batch"} for name in names},

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -66,25 +65,3 @@ class Rollout:
 
     episodes: list[Episode]
     trajectories: list[Trajectory]
-
-
-def pack(observations: Array, rewards: Array, dones: Array) -> bytes:
-    """One step of a group: observations [n, ...], rewards [n] float32 and dones [n] uint8 as one message.
-
-    Bytes are pickled faster than small arrays.
-    """
-    return b"".join((rewards.tobytes(), observations.tobytes(), dones.tobytes()))
-
-
-def unpack(message: bytes, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array, Array]:
-    """The inverse of `pack` for observations of `shape` and `dtype` each: (observations, rewards, dones), read-only.
-
-    Raises ValueError for a message of another length.
-    """
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    n, rest = divmod(len(message), 5 + size)
-    if rest:
-        raise ValueError(f"a message of {len(message)} bytes holds no whole number of observations of {shape} {dtype}")
-    rewards = np.frombuffer(message, np.float32, n)
-    observations = np.frombuffer(message, np.uint8, n * size, 4 * n).view(dtype).reshape(n, *shape)
-    return observations, rewards, np.frombuffer(message, np.uint8, n, 4 * n + n * size)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings, envs, networks
-from rolecall.jobs.rl.defaults import Choices, OnPolicy, choose
+from rolecall.jobs.rl.defaults import Hyperparameters, OnPolicy, choose
 from rolecall.jobs.rl.distributions import Distribution, EpsilonGreedy, Squashed, distribution
 from rolecall.jobs.rl.messages import Array, PolicyState
 from rolecall.jobs.rl.spaces import Spaces, is_bounded, shown
@@ -80,6 +80,9 @@ class ActorCritic(nn.Module):
         """Parameters [L, b, p] and normalised values [L, b] of observations [L, b, ...], from state [b, S] on. The
         state is reset to zeros after a step that `ends` [L, b] an episode.
         """
+        if not self.state_size:
+            parameters, values = self(observations.flatten(0, 1))
+            return parameters.unflatten(0, ends.shape), values.unflatten(0, ends.shape)
         observations = self.prepared(observations)
         if isinstance(self.policy, networks.Recurrent):
             parameters, values, _ = self.policy.unroll(observations, state, ends)
@@ -102,12 +105,8 @@ class ActorCritic(nn.Module):
         """The policy without the baseline, on the CPU. The tensors may be those of the model."""
         return {name: value.cpu() for name, value in self.state_dict().items() if not name.startswith(BASELINE)}
 
-    def load_policy(self, state: PolicyState) -> None:
-        """Loads a `policy_state`."""
-        self.load_state_dict(state, strict=False)  # it has no baseline
 
-
-def build(settings: RlSettings, spaces: Spaces, choices: Choices | None = None) -> ActorCritic:
+def build(settings: RlSettings, spaces: Spaces, choices: Hyperparameters | None = None) -> ActorCritic:
     """The model for these spaces, initialised from SEED. Raises UsageError if POLICY gives none, and for spaces or
     settings that ALGORITHM has no model for.
     """
@@ -161,7 +160,7 @@ def _off_policy(settings: RlSettings, spaces: Spaces) -> Distribution:
     return Squashed(math.prod(space.shape))
 
 
-def _baseline(spaces: Spaces, choices: Choices, settings: RlSettings) -> nn.Module:
+def _baseline(spaces: Spaces, choices: Hyperparameters, settings: RlSettings) -> nn.Module:
     size = math.prod(spaces.observation.shape)
     if settings.algorithm == "reinforce" and not spaces.pixels:
         # half as wide: CartPole takes 2 iterations in 70 more, and an update a quarter less time
@@ -199,39 +198,24 @@ def _users(
     with UsageError.wrap(f"POLICY={settings.policy}: raised an error"), torch.no_grad():
         observations = torch.zeros(2, *spaces.observation.shape)
         out = policy.eval()(*([observations, torch.zeros(2, size)] if size else [observations]))
-    if problem := _problem(out, actions.size, size):
+    state = [(2, size)] if size else []
+    given = list(out) if isinstance(out, tuple | list) and len(out) > 1 else [out]
+    if problem := _problem(given, [[(2, actions.size), *value, *state] for value in ([], [(2,)], [(2, 1)])]):
         raise UsageError(
-            f"POLICY={settings.policy}: {problem}; {spaces.action} needs float32 parameters of shape "
-            f"(n, {actions.size})"
+            f"POLICY={settings.policy}: {problem}; {spaces.action} needs float32 parameters of shape (n, "
+            f"{actions.size}), alone or with values (n){f', and a state (n, {size})' if size else ''}"
         )
-    with_value = not isinstance(out, Tensor) and len(out) == (3 if size else 2)
+    with_value = len(given) == (3 if size else 2)
     return ActorCritic(policy, None if with_value or baseline is None else baseline(), actions, normalizer)
 
 
-def _problem(out: Any, parameters: int, state: int) -> str:
-    """The problem with a policy's answer to 2 observations; empty if there is none."""
-    several = isinstance(out, (tuple, list))
-    given, *rest = out if several and len(out) else (out,)
-    if not isinstance(given, Tensor) or (not rest and (state or several)):
-        wanted = "(parameters, state) or (parameters, value, state)" if state else "parameters or (parameters, value)"
-        return f"returns a {type(out).__name__}, not {wanted}"
-    if not all(torch.isfinite(each).all() for each in (given, *rest) if isinstance(each, Tensor)):
-        return "returns numbers that are not finite for observations of zeros"
-    if given.shape != (2, parameters) or given.dtype != torch.float32:
-        return f"returns parameters of shape {tuple(given.shape)} and type {given.dtype} for 2 observations"
-    if state:
-        last = rest.pop()
-        if not isinstance(last, Tensor) or last.shape != (2, state):
-            return f"returns a state {_shape(last)} for 2 observations, not of shape (2, {state})"
-    if len(rest) > 1:
-        return f"returns {len(out)} values"
-    if rest and not (isinstance(rest[0], Tensor) and rest[0].shape in ((2,), (2, 1)) and rest[0].is_floating_point()):
-        return f"returns, beside its parameters, a value {_shape(rest[0])} for 2 observations, not one number each"
-    return ""
-
-
-def _shape(value: Any) -> str:
-    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
+def _problem(out: list[Any], shapes: list[list[tuple[int, ...]]]) -> str:
+    """The problem with a policy's answer to 2 observations, which may have one of `shapes`; empty if there is none."""
+    kinds = [f"{each.dtype} {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in out]
+    numbers = all(isinstance(each, Tensor) and each.is_floating_point() for each in out)
+    if not numbers or [tuple(each.shape) for each in out] not in shapes or out[0].dtype != torch.float32:
+        return f"returns {', '.join(kinds) or 'nothing'} for 2 observations"
+    return "" if all(each.isfinite().all() for each in out) else "returns numbers that are not finite for zeros"
 
 
 def to_tensor(observations: Array, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from gymnasium.spaces import Box
 from torch import Tensor, nn
 
-from rolecall.jobs.rl.spaces import Part, Spaces, is_bounded
+from rolecall.jobs.rl.spaces import Part, Spaces, channels_last, is_bounded
 
 Activation = Callable[[], nn.Module]
 MAX_NORMALIZED = 10.0  # bound of a normalised observation
@@ -133,11 +133,6 @@ class Convolutions(nn.Module):
             images = images.movedim(-1, 1)
         out: Tensor = self.body(images)
         return out
-
-
-def channels_last(shape: tuple[int, ...]) -> bool:
-    """Whether the last of the three dimensions of an image is the smallest."""
-    return len(shape) == 3 and shape[2] < min(shape[:2])
 
 
 def _channels_first(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,8 +5,8 @@ Shapes: m are the samples of an optimizer step, u optimizer steps, ... an observ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,44 +14,20 @@ from torch import Tensor, nn
 from rolecall import Context, Sharded, Share
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.defaults import OffPolicy
+from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import PolicyState, Trajectory
-from rolecall.jobs.rl.model import ActorCritic, to_tensor
+from rolecall.jobs.rl.model import ActorCritic
 from rolecall.jobs.rl.replay import Batch, Replay
 from rolecall.jobs.rl.spaces import Spaces
 
 BLOCK_BYTES = 2**25  # of the samples that are drawn at once
 
 
-class Update(NamedTuple):
-    """Means over the optimizer steps of an update.
+class OffPolicyLearner(Learner):
+    """Has a replay buffer. A subclass makes optimizer steps."""
 
-    The entropy of the policy is in nats; `exploration` is SAC's entropy coefficient, or DQN's epsilon; `passes` is how
-    often each new step would have been a sample; `rows` are used in the replay buffer.
-    """
-
-    policy_loss: float = 0.0
-    value_loss: float = 0.0
-    entropy: float = 0.0
-    exploration: float = 0.0
-    passes: float = 0.0
-    rows: int = 0
-
-    def gauges(self) -> dict[str, float]:
-        """See `learners.Update`."""
-        return {
-            "rl_policy_loss": self.policy_loss,
-            "rl_baseline_loss": self.value_loss,
-            "rl_policy_entropy_nats": self.entropy,
-            "rl_update_passes": self.passes,
-            "exploration": self.exploration,
-            "replay_rows": self.rows,
-        }
-
-
-class OffPolicyLearner:
-    """Holds the model, in evaluation mode, its optimizer and the replay buffer. A subclass makes optimizer steps."""
-
-    optimizer: torch.optim.Adam
+    choices: OffPolicy
+    beside: nn.Module  # the networks that learn beside the model
 
     def __init__(
         self,
@@ -62,33 +38,27 @@ class OffPolicyLearner:
         device: torch.device,
         threads: int = 1,
     ) -> None:
-        self.model = model.to(device).eval()
-        self.settings, self.choices, self.device, self.threads = settings, choices, device, threads
+        super().__init__(model, settings, choices, device, threads)
         self.replay = Replay(choices.replay_size, spaces)
-        self.version, self.optimizer_steps = 0, 0
-        self.rollout_steps = choices.rollout_steps
         self.samples = 0  # environment steps
         self._owed = 0.0  # optimizer steps, less than one
-        self._draws = torch.Generator().manual_seed(settings.seed)  # on the CPU, as the buffer
         self._begin(spaces)
 
-    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
+    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> dict[str, float]:
         """Adds the trajectories to the replay buffer, and makes UPDATES_PER_STEP optimizer steps for each of their
         steps, after the first LEARNING_STARTS.
         """
         new = sum(trajectory.samples for trajectory in trajectories)
         if not new:  # every environment only reset
-            return Update(exploration=self.exploration, rows=self.replay.size)
+            return self._logged(torch.zeros(3))
+        self._normalize(trajectories)
         for trajectory in trajectories:
-            if self.model.normalizer is not None:
-                seen = to_tensor(trajectory.observations[:-1][trajectory.experience], self.device)
-                self.model.normalizer.update(seen)
             self.replay.add(trajectory)
         self.samples += new
         self.version += 1
         self._explore()
         if self.samples < self.choices.learning_starts or not self.replay.has_steps:
-            return Update(exploration=self.exploration, rows=self.replay.size)
+            return self._logged(torch.zeros(3))
         self._owed += new * self.choices.updates_per_step
         count = int(self._owed)
         self._owed -= count
@@ -100,20 +70,26 @@ class OffPolicyLearner:
         finally:
             torch.set_flush_denormal(False)
         self.optimizer_steps += count
-        means = Update(*(sums / max(1, count)).tolist())
-        passes = count * self.choices.batch_size / new
-        return means._replace(exploration=self.exploration, passes=passes, rows=self.replay.size)
+        return self._logged(sums / max(1, count), count * self.choices.batch_size / new)
+
+    def _logged(self, means: Tensor, passes: float = 0.0) -> dict[str, float]:
+        """The result of an update: the means [3] of what `_step` returns, and how often each new step would have been a
+        sample.
+        """
+        names = ("rl_policy_loss", "rl_baseline_loss", "rl_policy_entropy_nats")
+        beside = {"rl_update_passes": passes, "exploration": self.exploration, "replay_rows": self.replay.size}
+        return {**dict(zip(names, means.tolist(), strict=True)), **beside}
 
     def _batches(self, count: int) -> Iterator[Batch]:
         """The samples of `count` optimizer steps, with observations as the networks take them. They are drawn for many
         steps at once, which takes less time.
         """
         size = self.choices.batch_size
-        pair = 2 * self.replay.observations[:1].numel() * 4  # bytes of a sample as float32
+        pair = 2 * self.replay.columns["observations"][0].numel() * 4  # bytes of a sample as float32
         at_once = max(1, BLOCK_BYTES // (size * pair))
         for done in range(0, count, at_once):
             steps = min(at_once, count - done)
-            drawn = self.replay.sample(steps * size, self.choices.gamma, self.choices.n_step, self._draws)
+            drawn = self.replay.sample(steps * size, self.choices.gamma, self.choices.n_step, self._random)
             batch = Batch(*(column.to(self.device) for column in drawn))
             with torch.no_grad():
                 batch = batch._replace(
@@ -122,7 +98,7 @@ class OffPolicyLearner:
             yield from map(Batch._make, zip(*(column.split(size) for column in batch), strict=True))
 
     def _begin(self, spaces: Spaces) -> None:
-        """Makes the target networks and the optimizer."""
+        """Makes the networks `beside` the model and the optimizer."""
         raise NotImplementedError
 
     def _step(self, batch: Batch) -> Tensor:
@@ -140,7 +116,7 @@ class OffPolicyLearner:
 
     def policy_state(self) -> PolicyState:
         """A copy of the policy that acts next, on the CPU."""
-        return {name: value.clone() for name, value in self.model.policy_state().items()}
+        return {name: value.clone() for name, value in super().policy_state().items()}
 
     def shares(self, context: Context[RlSettings]) -> dict[str, Sharded]:
         """The replay buffer."""
@@ -149,28 +125,18 @@ class OffPolicyLearner:
         return {share.name: Sharded(context, share.name, context.me.role)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state from which training continues exactly, with the rows of the replay buffer."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "version": self.version,
-            "optimizer_steps": self.optimizer_steps,
-            "samples": self.samples,
-            "owed": self._owed,
-            "draws": self._draws.get_state(),
-            "replay": self.replay.state_dict(),
-        }
+        """See `Learner.state_dict`."""
+        draws, replay = self._random.get_state(), self.replay.state_dict()
+        counted = {"samples": self.samples, "owed": self._owed, "draws": draws, "replay": replay}
+        return {**super().state_dict(), **counted, "beside": self.beside.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a `state_dict`, at the LR of the settings."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.choices.lr
-        self.version, self.samples, self._owed = state["version"], state["samples"], state["owed"]
-        self.optimizer_steps = state["optimizer_steps"]
-        self._draws.set_state(state["draws"])
+        """See `Learner.load_state_dict`."""
+        super().load_state_dict(state)
+        self.samples, self._owed = state["samples"], state["owed"]
+        self._random.set_state(state["draws"])
         self.replay.load_state_dict(state["replay"])
+        self.beside.load_state_dict(state["beside"])
 
 
 def flush_denormals() -> None:
@@ -188,9 +154,3 @@ def first(out: Any) -> Tensor:
 def follow(target: nn.Module, network: nn.Module, rate: float) -> None:
     """Moves the target network towards its network, by the share `rate` of the distance."""
     torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), rate)
-
-
-def set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
-    """Sets the gradients that the optimizer uses."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient

@@ -3,7 +3,7 @@
 PPO (Schulman et al. 2017) with the advantages of Schulman et al. 2016. The tutorial's policy gradient (Williams 1992)
 is the same with a lambda of 1 and one pass over the samples.
 
-Shapes: m are samples, u units (samples, or a recurrent policy's sequences), ... an observation's own shape.
+Shapes: m are samples, u units (sequences of L samples), ... an observation's own shape.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rolecall import Context, Sharded
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.defaults import OnPolicy, discount
 from rolecall.jobs.rl.distributions import StateDependent
-from rolecall.jobs.rl.messages import Array, Done, PolicyState, Trajectory
-from rolecall.jobs.rl.model import ActorCritic, learned_parameters, to_tensor
-from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
+from rolecall.jobs.rl.learner import Learner, set_gradients
+from rolecall.jobs.rl.messages import Array, Done, Trajectory
+from rolecall.jobs.rl.model import ActorCritic, learned_parameters
+from rolecall.jobs.rl.samples import Samples, join, samples_of
 
 CHUNK_SAMPLES = 2048  # samples in one pass: their activations fit the cache
 MIN_CHUNK_VALUES = 4096  # values of observations in a chunk: below, another thread costs more than it saves
@@ -41,51 +41,23 @@ RETURN_STATISTICS_DECAY = 0.95  # of the mean and variance that normalise values
 MAX_GRAD_NORM = 0.5  # global norm that gradients are clipped to
 
 
-class Update(NamedTuple):
-    """Means over the optimizer steps of an update.
+# the parts of the loss, which are logged as means over an update's optimizer steps
+PARTS = ("rl_policy_loss", "rl_baseline_loss", "rl_policy_entropy_nats", "rl_kl_nats", "rl_clipped_ratio")
 
-    The entropy of the policy and the KL divergence from the policy that acted are in nats. `clipped` is the share of
-    samples whose ratio was beyond CLIP_RATIO, `explained` the share of the variance of the returns that the values
-    explain, `passes` the number of optimizer steps over that of one pass.
+
+class Ppo(Learner):
+    """See the file's docstring. `threads` threads compute chunks in parallel. They synchronise once a step, unlike
+    torch's own threads, which synchronise after every operation and are slow on a busy machine.
     """
 
-    policy_loss: float = 0.0
-    value_loss: float = 0.0
-    entropy: float = 0.0
-    kl: float = 0.0
-    clipped: float = 0.0
-    explained: float = 0.0
-    passes: float = 0.0
-
-    def gauges(self) -> dict[str, float]:
-        """See `learners.Update`."""
-        return {
-            "rl_policy_loss": self.policy_loss,
-            "rl_baseline_loss": self.value_loss,
-            "rl_policy_entropy_nats": self.entropy,
-            "rl_kl_nats": self.kl,
-            "rl_clipped_ratio": self.clipped,
-            "rl_explained_variance_ratio": self.explained,
-            "rl_update_passes": self.passes,
-        }
-
-
-class Ppo:
-    """Holds the model, in evaluation mode, and its optimizer; `update` takes the trajectories of an iteration.
-
-    `threads` threads compute chunks in parallel. They synchronise once a step, unlike torch's own threads, which
-    synchronise after every operation and are slow on a busy machine.
-    """
+    choices: OnPolicy
 
     def __init__(
         self, model: ActorCritic, settings: RlSettings, choices: OnPolicy, device: torch.device, threads: int = 1
     ) -> None:
-        self.model = model.to(device).eval()
-        self.settings, self.choices, self.device = settings, choices, device
+        super().__init__(model, settings, choices, device, threads)
         self._parameters = learned_parameters(model)
         self.optimizer = torch.optim.Adam(self._parameters, lr=choices.lr, eps=1e-5, fused=True)
-        self.version, self.optimizer_steps = 0, 0
-        self._threads = threads
         self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
         self._gamma, self._found = 0.0, False  # whether rewards or ends have differed yet
@@ -93,11 +65,10 @@ class Ppo:
         # samples so far; None if an episode has terminated, or if EXPLORATION is given
         self._unended: int | None = 0 if settings.exploration is None else None
         self._target_kl, self._max_rate = choices.target_kl, max(MAX_LR, choices.lr)
-        self._shuffle = torch.Generator().manual_seed(settings.seed)
 
     @property
     def rollout_steps(self) -> int:
-        """See `learners.Learner`. As long as all rewards are alike, returns differ only by when episodes end, with
+        """See `Learner.rollout_steps`. As long as all rewards are alike, returns differ only by when episodes end, with
         little noise, or not at all, and each update is another policy that may find a reward: short rollouts do best.
         """
         steps, (lowest, highest) = self.choices.rollout_steps, self._rewards
@@ -105,23 +76,20 @@ class Ppo:
             return max(1, steps // SHORT_ROLLOUTS)
         return steps
 
-    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> Update:
+    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0, longest: int = 0) -> dict[str, float]:
         """Makes the update of an iteration: EPOCHS passes of MINIBATCHES optimizer steps, fewer if the policy diverges
         or the advantages are noise.
 
-        `progress` is the completed share of the training, 0 to 1, which bounds the adaptive learning rate. The
-        discount depends on it and on `longest`, the steps that an episode may have, unless GAMMA is given.
+        `progress` bounds the adaptive learning rate. The discount depends on it and on `longest` unless GAMMA is given.
         """
         self._gamma = discount(progress, longest) if self.choices.gamma is None else self.choices.gamma
-        if self.model.normalizer is not None:
-            for trajectory in trajectories:
-                seen = to_tensor(trajectory.observations[:-1][trajectory.experience], self.device)
-                self.model.normalizer.update(seen)
+        self._normalize(trajectories)
         with torch.no_grad():
-            samples = join([self._samples(trajectory) for trajectory in trajectories])
+            gamma, decay = self._gamma, self.choices.gae_lambda
+            samples = join([samples_of(each, self._values, gamma, decay, self.device) for each in trajectories])
         used = samples.used
         if not used.any():  # every environment only reset: nothing to learn
-            return Update()
+            return _logged(torch.zeros(len(PARTS)))
         explained = _explained(samples.returns[used], samples.values[used])
         advantages = samples.returns - samples.values
         deviation, mean = torch.std_mean(advantages[used], unbiased=False)
@@ -135,12 +103,11 @@ class Ppo:
         self._max_rate = max(MAX_LR, self.choices.lr) * min(1.0, (1 - progress) / LR_DECAY_SHARE)
         if self._narrows_noise(trajectories):  # the samples are those of another policy
             self.version += 1
-            return Update(explained=explained)
+            return _logged(torch.zeros(len(PARTS)), explained)
         sums, steps = self._passes(samples, max(1, math.ceil(self.choices.epochs * informed)))
         self.version += 1
         self.optimizer_steps += steps
-        means = Update(*(sums / max(steps, 1)).tolist())
-        return means._replace(explained=explained, passes=steps / self._minibatches(samples))
+        return _logged(sums / max(steps, 1), explained, steps / self._minibatches(samples))
 
     def _narrows_noise(self, trajectories: Sequence[Trajectory]) -> bool:
         """Decides, when the first episodes terminate, whether the noise of gSDE stays held, and narrows it if not.
@@ -183,7 +150,7 @@ class Ppo:
         bounds = [len(samples) * place // minibatches for place in range(minibatches + 1)]
         drift = 0.0  # KL divergence from the policy that acted before the first step: with PIPELINE, of the last update
         for _ in range(count):
-            shuffled = samples[torch.randperm(len(samples), generator=self._shuffle).to(self.device)]
+            shuffled = samples[torch.randperm(len(samples), generator=self._random).to(self.device)]
             parts = sums
             for start, stop in itertools.pairwise(bounds):
                 parts = self._gradient(shuffled[start:stop])
@@ -209,37 +176,17 @@ class Ppo:
         self._set_rate(min(max(rate, min(MIN_LR, self.choices.lr)), self._max_rate))
         return kl > target * KL_STOP_FACTOR
 
-    @property
-    def rate(self) -> float:
-        """The learning rate."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def _set_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-
     def _minibatches(self, samples: Samples) -> int:
         return min(self.choices.minibatches, len(samples))
 
-    def _samples(self, trajectory: Trajectory) -> Samples:
-        """The experience of a trajectory with the values of the model; not normalised."""
-        gamma, decay = self._gamma, self.choices.gae_lambda
-        if self.model.state_size:
-            return sequences_of(trajectory, self._values_of_sequences, gamma, decay, self.device)
-        return steps_of(trajectory, self._values, gamma, decay, self.device)
+    def _values(self, observations: Tensor, states: Tensor, ends: Tensor) -> Tensor:
+        """The returns [u, L] that the model expects; not normalised."""
 
-    def _values(self, rows: Tensor) -> Tensor:
-        chunks = rows.split(self._chunk(rows, len(rows)))
-        return torch.cat(list(self._map(self._value, chunks))) * self._scale + self._mean
-
-    @torch.no_grad()
-    def _value(self, rows: Tensor) -> Tensor:
-        return self.model.value(rows)
-
-    def _values_of_sequences(self, observations: Tensor, states: Tensor, ends: Tensor) -> Tensor:
         def values(part: tuple[Tensor, Tensor, Tensor]) -> Tensor:
             rows, before, ended = part
             with torch.no_grad():
+                if not self.model.state_size:
+                    return self.model.value(rows.squeeze(1))[:, None]
                 return self.model.unroll(rows.transpose(0, 1), before, ended.T)[1].T
 
         size = self._chunk(observations, len(observations))
@@ -248,17 +195,15 @@ class Ppo:
 
     def _chunk(self, observations: Tensor, count: int) -> int:
         """Units in one forward pass of a thread, for `count` units in total."""
-        steps = observations.shape[1] if self.model.state_size else 1
         least = max(1, MIN_CHUNK_VALUES * len(observations) // observations.numel())
-        return max(1, min(CHUNK_SAMPLES // steps or 1, max(least, -(-count // self._threads))))
+        return max(1, min(CHUNK_SAMPLES // observations.shape[1] or 1, max(least, -(-count // self.threads))))
 
     def _gradient(self, part: Samples) -> Tensor:
         """Sets the gradients of the loss over a minibatch. Returns the parts [5] of `_loss`."""
         size, count = self._chunk(part.observations, len(part)), float(part.used.sum())
         if size >= len(part):
             gradients, parts = self._loss(part, count)
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
+            set_gradients(self._parameters, gradients)
             return parts
         pieces = [part[start : start + size] for start in range(0, len(part), size)]
         losses = list(self._map(lambda piece: self._loss(piece, count), pieces))
@@ -271,15 +216,14 @@ class Ppo:
         """The gradients of the loss and its parts [5]: policy loss, value loss, entropy, KL divergence and clipped
         samples. Each is the sum over the samples of `part`, divided by `count`.
         """
-        actions, advantages, returns, before = part.actions, part.values, part.returns, part.log_probabilities
-        if self.model.state_size:
-            parameters, values = self.model.unroll(part.observations.transpose(0, 1), part.states, part.ends.T)
-            parameters, values = parameters.transpose(0, 1)[part.used], values.T[part.used]
-            actions, advantages, returns, before = (
-                column[part.used] for column in (actions, advantages, returns, before)
-            )
-        else:
-            parameters, values = self.model(part.observations)
+
+        def kept(column: Tensor) -> Tensor:
+            """The experience [m, ...] of a column [u, L, ...]."""
+            return column[part.used] if self.model.state_size else column.squeeze(1)  # all is used
+
+        unrolled, values = self.model.unroll(part.observations.transpose(0, 1), part.states, part.ends.T)
+        parameters, values, actions = kept(unrolled.transpose(0, 1)), kept(values.T), kept(part.actions)
+        advantages, returns, before = map(kept, (part.values, part.returns, part.log_probabilities))
         difference = self.model.actions.log_probability(parameters, actions) - before
         ratio = difference.exp()
         clip_ratio = self.choices.clip_ratio
@@ -315,43 +259,38 @@ class Ppo:
     def _scale(self) -> float:
         return float(max(self._square - self._mean**2, 1e-6) ** 0.5)
 
-    def policy_state(self) -> PolicyState:
-        """The policy without its baseline, on the CPU. The tensors may be those of the model."""
-        return self.model.policy_state()
-
-    def shares(self, context: Context[RlSettings]) -> dict[str, Sharded]:
-        """See `learners.Learner`."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
-        """The state from which training continues exactly."""
+        """See `Learner.state_dict`."""
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "version": self.version,
-            "optimizer_steps": self.optimizer_steps,
+            **super().state_dict(),
             "mean": self._mean,
             "square": self._square,
-            "shuffle": self._shuffle.get_state(),
+            "shuffle": self._random.get_state(),
             "found": self._found,
             "rewards": self._rewards,
             "unended": self._unended,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a `state_dict`; with TARGET_KL=0, at the LR of the settings."""
-        self.model.load_state_dict(state["model"])
-        rate = self.rate
-        self.optimizer.load_state_dict(state["optimizer"])
-        if not self.choices.target_kl:
-            self._set_rate(rate)
-        self.version, self._mean, self._square = state["version"], state["mean"], state["square"]
-        self._shuffle.set_state(state["shuffle"])
+        """Continues from a `state_dict`; with TARGET_KL, at its learning rate."""
+        super().load_state_dict(state)
+        if self.choices.target_kl:
+            self._set_rate(state["optimizer"]["param_groups"][0]["lr"])
+        self._mean, self._square = state["mean"], state["square"]
+        self._random.set_state(state["shuffle"])
         # an earlier version's checkpoint lacks these
-        self._found, self.optimizer_steps = state.get("found", True), state.get("optimizer_steps", 0)
+        self._found = state.get("found", True)
         self._rewards = state.get("rewards", (0.0, 1.0))
         if self.settings.exploration is None:
             self._unended = state.get("unended")
+
+
+def _logged(means: Tensor, explained: float = 0.0, passes: float = 0.0) -> dict[str, float]:
+    """The result of an update: the means of PARTS, the share of the variance of the returns that the values explain,
+    and the number of optimizer steps over that of one pass.
+    """
+    parts = dict(zip(PARTS, means.tolist(), strict=True))
+    return {**parts, "rl_explained_variance_ratio": explained, "rl_update_passes": passes}
 
 
 def _explained(returns: Tensor, values: Tensor) -> float:

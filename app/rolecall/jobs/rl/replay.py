@@ -53,29 +53,21 @@ class Replay:
                 f"REPLAY_SIZE={capacity}: the replay buffer takes {capacity * row / 1e9:.1f} GB, and "
                 f"{free / 1e9:.1f} GB are free for this rank; lower REPLAY_SIZE"
             )
-        # memory of zeros is taken as it is written
-        self.observations = torch.zeros((capacity, *space.shape), dtype=torch.uint8 if image else torch.float32)
         actions = torch.from_numpy(np.zeros(0, spaces.action_dtype)).dtype
-        self.actions = torch.zeros((capacity, *spaces.action_shape), dtype=actions)
-        self.rewards = torch.zeros(capacity)
-        self.ends = torch.full((capacity,), NO_STEP, dtype=torch.uint8)
+        # columns [r, ...]; memory of zeros is taken as it is written
+        self.columns = {
+            "observations": torch.zeros((capacity, *space.shape), dtype=torch.uint8 if image else torch.float32),
+            "actions": torch.zeros((capacity, *spaces.action_shape), dtype=actions),
+            "rewards": torch.zeros(capacity),
+            "ends": torch.full((capacity,), NO_STEP, dtype=torch.uint8),
+        }
         self.capacity, self.size, self.position = capacity, 0, 0
         self.before: Callable[[int, int], None] = lambda begin, end: None
 
     @property
-    def columns(self) -> dict[str, Tensor]:
-        """All columns [r, ...] by name."""
-        return {
-            "observations": self.observations,
-            "actions": self.actions,
-            "rewards": self.rewards,
-            "ends": self.ends,
-        }
-
-    @property
     def has_steps(self) -> bool:
         """Whether there is a step to sample."""
-        return bool((self.ends != NO_STEP).any())
+        return bool((self.columns["ends"] != NO_STEP).any())
 
     def add(self, trajectory: Trajectory) -> None:
         """Adds the rollout of each environment, in place of the oldest rows."""
@@ -108,21 +100,22 @@ class Replay:
         """`count` samples with replacement, each step as likely as another; there must be one. A return has the
         rewards of up to `n_step` steps, fewer at the end of an episode or of a rollout.
         """
+        observations, actions, paid, dones = self.columns.values()
         rows = torch.randint(self.size, (count,), generator=generator)
-        while len(missing := (self.ends[rows] == NO_STEP).nonzero()[:, 0]):
+        while len(missing := (dones[rows] == NO_STEP).nonzero()[:, 0]):
             rows[missing] = torch.randint(self.size, (len(missing),), generator=generator)
-        rewards, ends, following = self.rewards[rows], self.ends[rows], (rows + 1) % self.capacity
+        rewards, ends, following = paid[rows], dones[rows], (rows + 1) % self.capacity
         discounts = gamma * (ends != Done.TERMINATED)
         for _ in range(n_step - 1):
-            (going,) = ((ends == Done.CONTINUES) & (self.ends[following] != NO_STEP)).nonzero(as_tuple=True)
+            (going,) = ((ends == Done.CONTINUES) & (dones[following] != NO_STEP)).nonzero(as_tuple=True)
             if not len(going):
                 break
             at = following[going]
-            ends = torch.full_like(ends, NO_STEP).index_copy_(0, going, self.ends[at])
-            rewards[going] += discounts[going] * self.rewards[at]
+            ends = torch.full_like(ends, NO_STEP).index_copy_(0, going, dones[at])
+            rewards[going] += discounts[going] * paid[at]
             discounts[going] *= gamma * (ends[going] != Done.TERMINATED)
             following[going] = (at + 1) % self.capacity
-        return Batch(self.observations[rows], self.actions[rows], rewards, self.observations[following], discounts)
+        return Batch(observations[rows], actions[rows], rewards, observations[following], discounts)
 
     def rows(self) -> dict[str, Rows]:
         """The rows that are used, as a `Share` takes them."""

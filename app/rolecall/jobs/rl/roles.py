@@ -11,15 +11,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-import numpy as np
+import torch
 
 from rolecall import Context, Peer, PeerLostError, remote
-from rolecall.jobs.rl import RlSettings, envs, learners, model
-from rolecall.jobs.rl.actor import Actor, Memory, Recorder
+from rolecall.jobs.rl import RlSettings, envs, model
+from rolecall.jobs.rl.actor import Actor, RecurrentState, TrajectoryBuilder
 from rolecall.jobs.rl.batching import Batcher, Group
-from rolecall.jobs.rl.defaults import choose
-from rolecall.jobs.rl.messages import Episode, PolicyState, Rollout, Trajectory, pack
+from rolecall.jobs.rl.defaults import OffPolicy, OnPolicy, choose
+from rolecall.jobs.rl.dqn import Dqn
+from rolecall.jobs.rl.learner import Learner
+from rolecall.jobs.rl.messages import Array, Episode, PolicyState, Rollout, Trajectory
+from rolecall.jobs.rl.ppo import Ppo
+from rolecall.jobs.rl.sac import Sac
 from rolecall.jobs.rl.score import Score
+from rolecall.jobs.rl.spaces import Spaces
 from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
 
 WEIGHTS = "policy"  # their name in metrics
@@ -33,6 +38,17 @@ class Experience(NamedTuple):
     trajectories: list[Trajectory]
 
 
+def make_learner(
+    settings: RlSettings, spaces: Spaces, choices: OnPolicy | OffPolicy, device: torch.device, threads: int = 1
+) -> Learner:
+    """The learner of ALGORITHM, which computes with `threads` threads. Raises UsageError as `model.build` does."""
+    built = model.build(settings, spaces, choices)
+    if isinstance(choices, OnPolicy):
+        return Ppo(built, settings, choices, device, threads)
+    kind = Sac if settings.algorithm == "sac" else Dqn
+    return kind(built, settings, choices, spaces=spaces, device=device, threads=threads)
+
+
 class Agent:
     """Rank 0: requests the observers' rollouts, answers their calls for actions, and learns."""
 
@@ -41,30 +57,26 @@ class Agent:
         self.env = envs.describe(self.settings)
         spaces = self.env.spaces
         self.choices = choices = choose(self.settings, spaces)
-        self.learner = learners.make(self.settings, spaces, choices, context.device, context.threads)
+        self.learner = make_learner(self.settings, spaces, choices, context.device, context.threads)
         self.score = Score(self.env.threshold, self.settings.solved_by, self.env.longest)
         # values that determine the shape of the model; a user's policy has no features for gSDE
-        chosen = {
-            "hidden_size": choices.hidden_size,
-            "normalize": choices.normalize,
-            "exploration": None if self.settings.policy else getattr(choices, "exploration", None),
-            "replay_size": getattr(choices, "replay_size", None),
-        }
+        names = ("hidden_size", "normalize", "exploration", "replay_size")
+        chosen = {name: getattr(choices, name, None) for name in names}
+        if self.settings.policy:
+            chosen["exploration"] = None
         state = {"learner": self.learner, "score": self.score, "samples": 0, **self.learner.shares(context)}
         self.state = context.restore(state, chosen)
         self.actor = Actor(model.build(self.settings, spaces, choices), context.device)
-        self.batcher = Batcher(
-            self.actor, spaces.observation.shape, spaces.observation.dtype, observe=self._observe_inference
-        )
+        self.batcher = Batcher(self.actor, spaces.observation.shape, observe=self._observe_inference)
         context.on_lost(self.batcher.drop)
         self._sizes = envs.group_sizes(choices.num_envs, self.settings.inference)
         self._under_way: Iterator[tuple[Peer, Rollout]] | None = None
         self._known = set[Peer]()  # observers that have made a rollout
 
     @remote
-    def act(self, group: Group, message: bytes, last: bool) -> Future[bytes]:
+    def act(self, group: Group, observations: Array, rewards: Array, dones: Array, last: bool) -> Future[Array]:
         """An observer's call for each step of a group. See `Batcher.submit`."""
-        return self.batcher.submit(group, message, last)
+        return self.batcher.submit(group, observations, rewards, dones, last)
 
     def run(self) -> dict[str, Any]:
         """Trains until the score reaches the environment's threshold, or for MAX_ITERATIONS or MAX_STEPS."""
@@ -179,12 +191,11 @@ class Agent:
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Updates the policy. Returns the values of the gauges of the update."""
         with self.context.timer() as timer:
-            update = self.learner.update(trajectories, self._progress(), self.score.longest_episode)
+            gauges = self.learner.update(trajectories, self._progress(), self.score.longest_episode)
         self.metrics.rl_update_seconds.observe(timer.seconds)
-        gauges = update.gauges()
         self.context.require_finite(
             *gauges.values(),
-            hint=f"the update is not finite ({update}); lower LR, or check the rewards of ENV_ID, or your own POLICY",
+            hint=f"the update is not finite ({gauges}); lower LR, or check the rewards of ENV_ID, or your own POLICY",
         )
         return gauges
 
@@ -236,21 +247,21 @@ class Observer:
         else:
             self.metrics.weights_bytes.labels(WEIGHTS).inc(sum(tensor.nbytes for tensor in policy.values()))
             self._actor.load(policy)
-            trajectories = self._step_with_actor(version, steps)
+            trajectories = [self._step_with_actor(version, steps)]
         episodes = self._take_episodes()
         self.context.report_step(version + 1)
         return Rollout(episodes, trajectories)
 
     def _take_episodes(self) -> list[Episode]:
         """The episodes that have ended since the last call."""
-        episodes = [Episode(*episode) for group in self.groups for episode in group.take_episodes()]
+        episodes = [episode for group in self.groups for episode in group.take_episodes()]
         self.metrics.rl_episodes.inc(len(episodes))
         return episodes
 
     def _begin_with_agent(self) -> None:
         """Resets the environments if the agent does not have the state that their recurrent policy is in."""
         agent_of = self.context.generation, self.context.me.join
-        if self._agent_of not in (None, agent_of) and self._is_recurrent:
+        if self._agent_of not in (None, agent_of) and self._actor.model.state_size:
             for group in self.groups:
                 group.reset()
         self._agent_of = agent_of
@@ -260,37 +271,34 @@ class Observer:
         waiting = [self._request(number, last=False) for number in range(len(self.groups))]
         for last in self._steps(steps):
             for number, group in enumerate(self.groups):
-                actions = np.frombuffer(waiting[number].result(), self.spaces.action_dtype)
-                group.step(actions.reshape(-1, *self.spaces.action_shape))
+                group.step(waiting[number].result())
                 self.metrics.rl_env_steps.inc(len(group.dones))
                 waiting[number] = self._request(number, last)
         for answer in waiting:
             answer.result()
 
-    def _request(self, number: int, last: bool) -> Future[bytes]:
+    def _request(self, number: int, last: bool) -> Future[Array]:
         """Calls the agent for the actions of group `number`."""
-        group, me = self.groups[number], self.context.me
-        message = pack(group.observations, group.rewards, group.dones)
-        return self.context.call(self.context.rank0, Agent.act, Group(me.name, me.join, number), message, last)
+        group, name = self.groups[number], Group(self.context.me.name, self.context.me.join, number)
+        seen = name, group.observations, group.rewards, group.dones
+        return self.context.call(self.context.rank0, Agent.act, *seen, last)
 
-    def _step_with_actor(self, version: int, steps: int) -> list[Trajectory]:
-        """A rollout with actions that this rank computes. Returns the trajectories of the groups."""
-        for memory in self._memories:
-            self._actor.refresh(memory)
-        recorders = [Recorder(version, memory) for memory in self._memories]
-        for group, recorder in zip(self.groups, recorders, strict=True):
-            recorder.see(group.observations, group.rewards, group.dones)
+    def _step_with_actor(self, version: int, steps: int) -> Trajectory:
+        """A rollout with actions that this rank computes, of its one group."""
+        (group,) = self.groups
+        self._actor.refresh(self._state)
+        builder = TrajectoryBuilder(version, self._state)
+        builder.see(group.observations, group.rewards, group.dones)
         for _ in self._steps(steps):
-            for group, recorder in zip(self.groups, recorders, strict=True):
-                with self.context.timer() as timer:
-                    choice = self._actor.act(group.observations, group.dones, [recorder.memory])
-                self.metrics.rl_inference_seconds.observe(timer.seconds)
-                self.metrics.rl_inference_batch_observations.observe(len(group.dones))
-                recorder.choose(*choice)
-                group.step(choice.actions)
-                recorder.see(group.observations, group.rewards, group.dones)
-                self.metrics.rl_env_steps.inc(len(group.dones))
-        return [recorder.trajectory() for recorder in recorders]
+            with self.context.timer() as timer:
+                choice = self._actor.act(group.observations, group.dones, [self._state])
+            self.metrics.rl_inference_seconds.observe(timer.seconds)
+            self.metrics.rl_inference_batch_observations.observe(len(group.dones))
+            builder.choose(*choice)
+            group.step(choice.actions)
+            builder.see(group.observations, group.rewards, group.dones)
+            self.metrics.rl_env_steps.inc(len(group.dones))
+        return builder.trajectory()
 
     def _steps(self, steps: int) -> Iterator[bool]:
         """Yields before each step of a rollout whether it is the last one.
@@ -302,18 +310,14 @@ class Observer:
         for step in itertools.count(1):
             if last:
                 return
-            ended = self.settings.algorithm != "reinforce" or any(group.returns for group in self.groups)
+            ended = self.settings.algorithm != "reinforce" or any(group.episodes for group in self.groups)
             last = step >= steps and (ended or step >= envs.MAX_ROLLOUT_STEPS)
             yield last
-
-    @functools.cached_property
-    def _is_recurrent(self) -> bool:
-        return model.build(self.settings, self.spaces, self.choices).state_size > 0
 
     @functools.cached_property
     def _actor(self) -> Actor:
         return Actor(model.build(self.settings, self.spaces, self.choices), self.context.device)
 
     @functools.cached_property
-    def _memories(self) -> list[Memory]:
-        return [self._actor.remember(len(group.dones)) for group in self.groups]
+    def _state(self) -> RecurrentState:
+        return self._actor.initial_state(len(self.groups[0].dones))

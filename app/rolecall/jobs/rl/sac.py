@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.jobs.rl.distributions import Squashed
+from rolecall.jobs.rl.learner import set_gradients
 from rolecall.jobs.rl.model import learned_parameters
 from rolecall.jobs.rl.networks import Critics
-from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, flush_denormals, follow, set_gradients
+from rolecall.jobs.rl.off_policy import OffPolicyLearner, first, flush_denormals, follow
 from rolecall.jobs.rl.replay import Batch
 from rolecall.jobs.rl.spaces import Spaces
 
@@ -40,6 +41,8 @@ class Sac(OffPolicyLearner):
             self.critics = Critics(spaces, self.choices.hidden_size).to(self.device)
         self.target = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_coefficient = nn.Parameter(torch.zeros((), device=self.device))
+        self.beside = nn.ModuleDict({"critics": self.critics, "target": self.target})
+        self.beside.register_parameter("log_coefficient", self.log_coefficient)
         self.dimensions = math.prod(spaces.action_shape)
         self._policy, self._critic = learned_parameters(self.model.policy), list(self.critics.parameters())
         self.optimizer = torch.optim.Adam(
@@ -51,7 +54,7 @@ class Sac(OffPolicyLearner):
         coefficient = self.log_coefficient.detach().exp()
         # drawn here, because threads would draw in any order
         shape = (2, len(batch.actions), self.dimensions)
-        ours, theirs = torch.randn(shape, generator=self._draws).to(self.device)
+        ours, theirs = torch.randn(shape, generator=self._random).to(self.device)
         half = -(-len(ours) // 2)
         under_way = self._run(self._returns, batch, theirs, coefficient)
         policy = self._run(self._policy_gradients, batch.observations[:half], ours[:half], coefficient)
@@ -97,16 +100,3 @@ class Sac(OffPolicyLearner):
 
     def _explore(self) -> None:
         self.actions.uniform.fill_(self.samples < self.choices.learning_starts)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `OffPolicyLearner.state_dict`."""
-        beside = {"critics": self.critics.state_dict(), "target": self.target.state_dict()}
-        return {**super().state_dict(), **beside, "log_coefficient": self.log_coefficient.detach()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `OffPolicyLearner.load_state_dict`."""
-        super().load_state_dict(state)
-        self.critics.load_state_dict(state["critics"])
-        self.target.load_state_dict(state["target"])
-        with torch.no_grad():
-            self.log_coefficient.copy_(state["log_coefficient"])

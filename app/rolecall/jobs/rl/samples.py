@@ -1,8 +1,7 @@
 """The samples of an iteration, in columns.
 
 Shapes: T are the steps of a rollout, n the environments of a group, ... is the shape of an observation, A of an action,
-S of the state of a recurrent policy, L are the steps of a sequence. The columns have u units: a unit is a step, or, for
-a recurrent policy, a sequence of L steps; [u*] is then [u, L].
+S of the state of a recurrent policy. The columns have u units: sequences of L steps, 1 without a recurrent policy.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from rolecall.jobs.rl.model import to_tensor
 
 @dataclass
 class Samples:
-    """observations [u*, ...], actions [u*, A]; returns, values and log probabilities (of the policy that acted) [u*];
-    used [u*] bool, False for steps that are no experience; states [u, S] before the sequences; ends [u*] bool, after
-    which the state is reset.
+    """observations [u, L, ...], actions [u, L, A]; returns, values and log probabilities (of the policy that acted)
+    [u, L]; used [u, L] bool, False for steps that are no experience; states [u, S] before the sequences; ends [u, L]
+    bool, after which the state is reset.
     """
 
     observations: Tensor
@@ -39,19 +38,14 @@ class Samples:
         return len(self.actions)
 
     def __getitem__(self, units: Tensor | slice) -> Samples:
-        return Samples(*(column[units] for column in self.columns))
-
-    @property
-    def columns(self) -> tuple[Tensor, ...]:
-        """All columns in order."""
-        return tuple(vars(self).values())
+        return Samples(*(column[units] for column in vars(self).values()))
 
 
 def join(parts: Sequence[Samples]) -> Samples:
     """The concatenation of `parts`."""
     if len(parts) == 1:
         return parts[0]
-    return Samples(*(torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)))
+    return Samples(*(torch.cat(column) for column in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 def lambda_returns(trajectory: Trajectory, values: Array, gamma: float, decay: float) -> Array:
@@ -73,43 +67,25 @@ def lambda_returns(trajectory: Trajectory, values: Array, gamma: float, decay: f
     return returns
 
 
-def steps_of(
-    trajectory: Trajectory, value: Callable[[Tensor], Tensor], gamma: float, decay: float, device: torch.device
-) -> Samples:
-    """The experience of a trajectory, in steps. `value` maps observations [m, ...] to estimates [m] of the return."""
-    steps, n = trajectory.rewards.shape
-    rows = to_tensor(trajectory.observations, device).flatten(0, 1)
-    values = value(rows)
-    returns = lambda_returns(trajectory, values.view(steps + 1, n).cpu().numpy(), gamma, decay)
-    used = torch.from_numpy(trajectory.experience).flatten().to(device).nonzero().squeeze(-1)
-    every = torch.ones(len(used), dtype=torch.bool, device=device)
-    return Samples(
-        observations=rows[used],
-        actions=torch.from_numpy(trajectory.actions).flatten(0, 1).to(device)[used],
-        returns=torch.from_numpy(returns).flatten().to(device)[used],
-        values=values[used],
-        log_probabilities=torch.from_numpy(trajectory.log_probabilities).flatten().to(device)[used],
-        used=every,
-        states=torch.zeros(len(used), 0, device=device),
-        ends=~every,
-    )
-
-
-def sequences_of(
+def samples_of(
     trajectory: Trajectory,
     value: Callable[[Tensor, Tensor, Tensor], Tensor],
     gamma: float,
     decay: float,
     device: torch.device,
 ) -> Samples:
-    """A trajectory in sequences of SEQUENCE_STEPS, each with the state of the policy before it.
+    """A trajectory in sequences, each with the state of the policy before it: of SEQUENCE_STEPS for a recurrent policy,
+    otherwise of one step.
 
     `value` maps observations [u, L, ...], states [u, S] and ends [u, L] to estimates [u, L] of the return. Sequences
     without any experience are left out.
     """
     steps, n = trajectory.rewards.shape
-    count = len(trajectory.states)
-    length = min(messages.SEQUENCE_STEPS, steps + 1)  # a longer sequence would be padded with zeros
+    if trajectory.states.shape[2]:
+        states, length = trajectory.states, min(messages.SEQUENCE_STEPS, steps + 1)  # a longer one would be padded
+    else:
+        states, length = np.zeros((steps + 1, n, 0), np.float32), 1
+    count = len(states)
 
     def cut(column: Array) -> Array:
         """Reshapes [up to T+1, n, ...] to [u, L, ...], padded with zeros."""
@@ -119,10 +95,10 @@ def sequences_of(
         return by_sequence.reshape(count * n, length, *column.shape[2:])
 
     observations = to_tensor(cut(trajectory.observations), device)
-    states = torch.from_numpy(trajectory.states).flatten(0, 1).to(device)
+    before = torch.from_numpy(states).flatten(0, 1).to(device)
     experience = cut(trajectory.experience)
     ends = torch.from_numpy(~experience).to(device)
-    values = value(observations, states, ends)
+    values = value(observations, before, ends)
     by_step = values.cpu().numpy().reshape(count, n, length).swapaxes(1, 2).reshape(count * length, n)
     returns = lambda_returns(trajectory, by_step[: steps + 1], gamma, decay)
     whole = Samples(
@@ -132,7 +108,7 @@ def sequences_of(
         values=values,
         log_probabilities=torch.from_numpy(cut(trajectory.log_probabilities)).to(device),
         used=torch.from_numpy(experience).to(device),
-        states=states,
+        states=before,
         ends=ends,
     )
     return whole[whole.used.any(1).nonzero().squeeze(-1)]

@@ -19,7 +19,7 @@ from rolecall.jobs.rl.messages import Array
 
 Space = gymnasium.Space[Any]
 MIN_IMAGE_PIXELS = 36  # of a side: the three convolutions of the default policy need as many
-MAX_DISCRETE_VALUES = 100_000  # of a Discrete observation, which becomes as many numbers
+MAX_VALUES = 100_000  # of a Discrete observation, which becomes as many numbers
 UNBOUNDED = 1e18  # larger bounds mean that there is none
 MAX_SPACE_LENGTH = 200  # characters of a space in an error
 
@@ -82,16 +82,18 @@ def is_bounded(space: Box) -> Array:
 
 
 def is_image(space: Space) -> bool:
-    """Whether `space` has images: uint8, two or three dimensions, both sides at least MIN_IMAGE_PIXELS. The dimension
-    of the channels is the last if it is the smallest, otherwise the first.
+    """Whether `space` has images: uint8, two or three dimensions, both sides at least MIN_IMAGE_PIXELS.
 
     A Box of floats is no image, even in [0, 1], because it could be any other array of numbers.
     """
     if not isinstance(space, Box) or space.dtype != np.uint8 or len(space.shape) not in (2, 3):
         return False
-    shape = space.shape
-    last = len(shape) == 3 and shape[2] < min(shape[:2])
-    return min(shape[:2] if last else shape[-2:]) >= MIN_IMAGE_PIXELS
+    return min(space.shape[:2] if channels_last(space.shape) else space.shape[-2:]) >= MIN_IMAGE_PIXELS
+
+
+def channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether the dimension of an image's channels is the last: if it is the smallest of three, otherwise the first."""
+    return len(shape) == 3 and shape[2] < min(shape[:2])
 
 
 def read(observation: Space, action: Space, name: str) -> Spaces:
@@ -101,18 +103,13 @@ def read(observation: Space, action: Space, name: str) -> Spaces:
     Actions: Discrete, MultiDiscrete, MultiBinary and Box.
     """
     for leaf in _leaves(observation):
-        if not isinstance(leaf, Box | Discrete | MultiDiscrete | MultiBinary):
-            problem = f"has no network for observations of {shown(leaf)}"
-        elif not gymnasium.spaces.flatdim(leaf):
-            problem = f"has observations without a number, {shown(leaf)}"
-        elif not isinstance(leaf, Box) and gymnasium.spaces.flatdim(leaf) > MAX_DISCRETE_VALUES:
-            problem = f"has observations of over {MAX_DISCRETE_VALUES:,} values, {shown(leaf)}"
-        else:
-            continue
-        whole = "" if leaf is observation else f" in {shown(observation)}"
-        raise UsageError(
-            f"{name}: rl {problem}{whole}; it takes Box, Discrete, MultiDiscrete, MultiBinary, Dict, Tuple"
-        )
+        known = isinstance(leaf, Box | Discrete | MultiDiscrete | MultiBinary)
+        if not known or not 0 < gymnasium.spaces.flatdim(leaf) <= (math.inf if isinstance(leaf, Box) else MAX_VALUES):
+            whole = "" if leaf is observation else f" in {shown(observation)}"
+            raise UsageError(
+                f"{name}: rl has no network for observations of {shown(leaf)}{whole}; it takes Box with at least one "
+                f"number, Discrete, MultiDiscrete, MultiBinary of up to {MAX_VALUES:,} values, Dict, Tuple"
+            )
     if not isinstance(action, Discrete | MultiDiscrete | MultiBinary | Box) or not math.prod(action.shape or ()):
         raise UsageError(
             f"{name}: rl has no policy for actions of {shown(action)}; it takes Discrete, MultiDiscrete, MultiBinary "
@@ -162,33 +159,30 @@ class Actions:
     """Converts a policy's actions to those of `space`: adds the start of `space`, scales to its bounds and clips.
 
     A policy's actions are int64, counted from 0, or, for a Box, float32, of which [-1, 1] maps to the bounds of the
-    number. A number without two bounds is not scaled, and clipped to one bound if it has one.
+    number. A number without two bounds is not scaled, and clipped to one bound if it has one. `numbers` are the centre,
+    and of a Box the scale and bounds, each [k] float64.
     """
 
     def __init__(self, space: Space) -> None:
         self._dtype, self._shape = space.dtype, space.shape or ()
-        self._scaled = isinstance(space, Box)
-        self._start: Any = None
+        self.scaled, self.whole = isinstance(space, Box), not np.issubdtype(space.dtype, np.floating)
+        start = space.start if isinstance(space, Discrete | MultiDiscrete) else 0
+        self.numbers = {"centre": np.asarray(start).reshape(-1)}
         if isinstance(space, Box):
             low, high = (bound.reshape(-1).astype(np.float64) for bound in (space.low, space.high))
             bounded = is_bounded(space).reshape(-1)
             with np.errstate(invalid="ignore", over="ignore"):  # of unbounded numbers
-                self._half = np.where(bounded, high / 2 - low / 2, 1.0)
-                self._centre = np.where(bounded, high / 2 + low / 2, 0.0)
-            self._low, self._high = low, high
-            self._whole = not np.issubdtype(space.dtype, np.floating)
-        elif isinstance(space, Discrete | MultiDiscrete) and np.any(space.start):
-            self._start = space.start
-
-    def numbers(self) -> dict[str, Array]:
-        """The scale, centre and bounds of a Box, each [k] float64."""
-        return {"scale": self._half, "centre": self._centre, "low": self._low, "high": self._high}
+                scale = np.where(bounded, high / 2 - low / 2, 1.0)
+                centre = np.where(bounded, high / 2 + low / 2, 0.0)
+            self.numbers = {"centre": centre, "scale": scale, "low": low, "high": high}
 
     def __call__(self, actions: Array) -> Array:
         """Converts actions [n, *A] to those of the environment [n, ...], in a writable array of its dtype."""
-        if self._scaled:
-            values = self._centre + self._half * actions.reshape(len(actions), -1)
-            actions = np.clip(np.rint(values) if self._whole else values, self._low, self._high)
-        elif self._start is not None:
-            actions = actions.reshape(len(actions), *self._shape) + self._start
-        return actions.reshape(len(actions), *self._shape).astype(self._dtype)
+        numbers, values = self.numbers, actions.reshape(len(actions), -1)
+        if self.scaled:
+            values = numbers["centre"] + numbers["scale"] * values
+            values = np.clip(np.rint(values) if self.whole else values, numbers["low"], numbers["high"])
+        else:
+            values = values + numbers["centre"]
+        converted: Array = values.reshape(len(actions), *self._shape).astype(self._dtype)
+        return converted

@@ -18,8 +18,8 @@ import numpy as np
 
 from rolecall import ProgramError, UsageError
 from rolecall.jobs.rl import RlSettings, envs
-from rolecall.jobs.rl.envs import Singles, WrongAnswerError
-from rolecall.jobs.rl.messages import Array, Done
+from rolecall.jobs.rl.envs import Singles, WrongAnswerError, checked
+from rolecall.jobs.rl.messages import Array, Done, Episode
 from rolecall.jobs.rl.spaces import Actions
 
 MAX_SEED = 2**31 - 2**17  # environment number i has the seed + i, and libraries in C++ take 31 bits
@@ -46,7 +46,7 @@ class Envs:
     """`num_envs` environments, reset with `seed`; the first is number `first` of its observer.
 
     `observations` [n, ...] are the newest, in arrays that are not changed later; `rewards` [n] float32 and `dones` [n]
-    uint8 are of the last step. `returns` and `lengths` are of the episodes completed since `take_episodes`.
+    uint8 are of the last step.
 
     If a step or a reset has not returned after ENV_TIMEOUT, another thread calls `on_hang` with a line about it; by
     default it ends the process. With `render`, `picture` shows the first environment.
@@ -70,8 +70,7 @@ class Envs:
         self._shape, self._dtype = (num_envs, *space.shape), space.dtype
         self.observations: Array = np.zeros(self._shape, self._dtype)
         self.rewards, self.dones = np.zeros(num_envs, np.float32), np.zeros(num_envs, np.uint8)
-        self.returns: list[float] = []
-        self.lengths: list[int] = []
+        self.episodes: list[Episode] = []
         self._going = np.zeros(num_envs, np.uint8)  # the dones of a step that ends no episode
         self._ended: Array = np.zeros(0, np.int64)  # numbers of the environments whose episode the last step ended
         self._return = np.zeros(num_envs, np.float64)
@@ -114,17 +113,16 @@ class Envs:
         finally:
             self._since = math.inf
 
-    def take_episodes(self) -> list[tuple[float, int]]:
-        """The return and the length of each episode completed since the last call."""
-        episodes = list(zip(self.returns, self.lengths, strict=True))
-        self.returns, self.lengths = [], []
+    def take_episodes(self) -> list[Episode]:
+        """The episodes completed since the last call."""
+        episodes, self.episodes = self.episodes, []
         return episodes
 
     def picture(self) -> Array:
         """The picture of the first environment [height, width, 3] uint8. Raises UsageError if it has none."""
         advice = "if a package is missing, pip install 'rolecall[video]'"
         with UsageError.wrap(f"ENV_ID={self.env_id}: cannot be rendered", advice=advice):
-            frame = np.asarray(self._envs.render())
+            frame = np.asarray((self._envs.render() or [None])[0])
         if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
             raise UsageError(f"ENV_ID={self.env_id}: renders no RGB picture, but {frame.dtype} of shape {frame.shape}")
         return frame
@@ -135,16 +133,11 @@ class Envs:
         self._envs.close()
 
     def _show(self, observations: Any) -> None:
-        seen = observations if isinstance(observations, np.ndarray) else np.asarray(observations)
-        if seen.shape != self._shape:
-            raise WrongAnswerError(f"observations of shape {seen.shape}, not {self._shape}")
-        if seen.dtype != self._dtype and not np.can_cast(seen.dtype, self._dtype, "same_kind"):
-            raise WrongAnswerError(f"observations of dtype {seen.dtype}, not {self._dtype}")
-        if not isinstance(self._envs, Singles):  # others may return a buffer that they use again
-            seen = np.array(seen, self._dtype)
-        if self._dtype.kind == "f" and not is_finite(seen):
-            broken = np.flatnonzero(~np.isfinite(seen).reshape(len(seen), -1).all(1))
-            self._refuse(broken, "returned an observation that is not finite")
+        # a copy, because a vector may return a buffer that it uses again
+        seen = np.array(checked(observations, self._shape, self._dtype, "observations"), self._dtype)
+        if self._dtype.kind == "f" and not (finite := np.isfinite(seen)).all():
+            number = int(finite.reshape(len(seen), -1).all(1).argmin())
+            raise BrokenEnvError(self._line("returned an observation that is not finite", number))
         self.observations = seen
 
     def _pay(self, rewards: Any, terminated: Any, truncated: Any) -> None:
@@ -154,9 +147,9 @@ class Envs:
         if self._ended.size:
             paid[self._ended] = 0  # the step that resets has no reward
             self._start[self._ended] = self._steps
-        if not is_finite(paid):
-            broken = np.flatnonzero(~np.isfinite(paid))
-            self._refuse(broken, f"returned a reward of {np.asarray(rewards)[broken[0]]}")
+        if not (finite := np.isfinite(paid)).all():
+            number = int(finite.argmin())
+            raise BrokenEnvError(self._line(f"returned a reward of {np.asarray(rewards)[number]}", number))
         self.rewards = paid
         self._return += paid
         self._ended = ended = np.flatnonzero(over)
@@ -165,15 +158,12 @@ class Envs:
             return
         self.dones = over.astype(np.uint8) * np.uint8(Done.TRUNCATED)
         self.dones[np.asarray(terminated, np.bool_)] = Done.TERMINATED
-        self.returns += self._return[ended].tolist()
-        self.lengths += (self._steps - self._start[ended]).tolist()
+        lengths = (self._steps - self._start[ended]).tolist()
+        self.episodes += map(Episode, self._return[ended].tolist(), lengths)
         self._return[ended] = 0
         self._episode[ended] += 1
 
     # ---- errors
-
-    def _refuse(self, broken: Array, what: str) -> None:
-        raise BrokenEnvError(self._line(what, int(broken[0])))
 
     def _fail(self, error: BaseException) -> None:
         """Raises `error` as an error for the user."""
@@ -203,13 +193,6 @@ class Envs:
         if time.monotonic() - max(self._since, awake) <= self._timeout:
             return ""
         return self._line(f"has not returned within ENV_TIMEOUT={self._timeout:g} s")
-
-
-def is_finite(numbers: Array) -> bool:
-    """Whether all numbers of an array of floats are finite."""
-    flat = numbers.ravel("K")
-    # takes half the time of isfinite, and raises no warning; but the squares of large numbers may be infinite
-    return math.isfinite(np.vdot(flat, flat)) or bool(np.isfinite(flat).all())
 
 
 def _watch(group: weakref.ref[Envs], closed: threading.Event, timeout: float, on_hang: Callable[[str], None]) -> None:

@@ -4,8 +4,8 @@ After "Getting started with distributed RPC framework", second part, of the PyTo
 word_language_model of the PyTorch examples. docs/rnn.md lists the differences.
 
 `corpus`: text, tokens, batches. `evaluate`: perplexity and generated text. `export`: the model as one module. `loss`:
-cross-entropy in blocks. `metrics`: the metrics. `model`: the three parts of the model. `optimizer`: distributed
-optimizers with a state, and clipping. `roles`: the ps, rank 0, and the trainer.
+cross-entropy in blocks. `metrics`: the metrics. `model`: the three parts of the model. `optimizer`: each rank's
+optimizers, and clipping. `roles`: the ps, rank 0, and the trainer.
 """
 
 from __future__ import annotations

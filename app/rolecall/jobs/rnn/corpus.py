@@ -72,22 +72,19 @@ class TextDescription:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UsageError if `state` is of another text."""
-        if (state["digest"], state["vocabulary"]) != (self.digest, list(self.vocabulary.words)):  # bytes had none
+        if state["digest"] != self.digest:
             raise UsageError(
-                f"CORPUS={self.corpus}: the newest checkpoint was trained on another text, or on bytes; restore that "
-                "text, or set another CHECKPOINT_DIR"
+                f"CORPUS={self.corpus}: the newest checkpoint was trained on another text; restore that text, or set "
+                "another CHECKPOINT_DIR"
             )
 
 
 def load(settings: RnnSettings) -> Text:
     """Reads CORPUS. Raises UsageError if it cannot be read or is too short."""
     files = _files(settings.corpus)
-    try:
-        version = versions([Path(__file__), *files])
-        key = (version, settings.vocabulary, settings.corpus_bytes, settings.seed)
-    except OSError as error:
-        raise UsageError(f"CORPUS={settings.corpus}: {error.filename} cannot be read ({error.strerror})") from error
-    words, train, validation, digest = cached(_tokens, ignore=("settings", "files"))(key, settings, files)
+    with UsageError.wrap(f"CORPUS={settings.corpus}: cannot be read", OSError):
+        key = (versions([Path(__file__), *files]), settings.vocabulary, settings.corpus_bytes, settings.seed)
+        words, train, validation, digest = cached(_tokens, ignore=("settings", "files"))(key, settings, files)
     text = Text(Vocabulary(tuple(words)), train, validation, digest)
     for name, part in (("training", text.train), ("validation", text.validation)):
         if len(part) < 2 * settings.batch_size:
@@ -142,7 +139,7 @@ def window(streams: Tensor, step: int, sequence: int) -> tuple[Tensor, Tensor]:
 def _split(settings: RnnSettings, files: Sequence[Path]) -> tuple[str, str]:
     """The training and the validation text."""
     if len(files) == 1:
-        whole = _read(files[0], settings)
+        whole = files[0].read_bytes()
         limit = settings.corpus_bytes or len(whole)
         text = whole[:limit].decode(errors="replace")
         cut = len(text) - len(text) // VALIDATION_SHARE
@@ -151,7 +148,7 @@ def _split(settings: RnnSettings, files: Sequence[Path]) -> tuple[str, str]:
     parts: tuple[list[bytes], list[bytes]] = [], []
     total = taken = 0
     for index in track(order, "reading the text", unit="files"):
-        content = _read(files[index], settings)
+        content = files[index].read_bytes()
         if b"\0" in content or not content.strip():
             continue  # not text
         parts[taken % VALIDATION_SHARE == VALIDATION_SHARE // 2].append(content)
@@ -174,10 +171,3 @@ def _files(corpus: str) -> list[Path]:
     if not files:
         raise UsageError(f"CORPUS={corpus}: the folder holds no file")
     return files
-
-
-def _read(path: Path, settings: RnnSettings) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"CORPUS={settings.corpus}: {path} cannot be read ({error.strerror})") from error

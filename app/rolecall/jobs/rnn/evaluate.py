@@ -78,8 +78,6 @@ def restore(settings: RnnSettings, state: dict[str, Any]) -> tuple[LanguageModel
     """The model of a checkpoint's `state`, in evaluation mode, and its vocabulary."""
     with UsageError.wrap("the checkpoint holds no model of rnn", KeyError, TypeError, RuntimeError):
         vocabulary = Vocabulary(tuple(state["text"]["vocabulary"]))
-        if not len(vocabulary):  # of TOKENS=byte
-            raise UsageError("the checkpoint was trained on bytes, by an earlier version of this job; use that version")
         model = LanguageModel(settings, len(vocabulary))
         model.embedding.load_state_dict(state["embedding"])
         model.lstm.load_state_dict(state["trainer"]["lstm"])

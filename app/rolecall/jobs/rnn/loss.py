@@ -34,43 +34,33 @@ class GradientSums:
         self.grads: tuple[Tensor, ...] = ()
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    targets: Tensor,
-    scale: float = 1.0,
-    *,
-    pool: LossThreads | None = None,
-    sums: GradientSums | None = None,
-) -> Tensor:
-    """The negative log-likelihood of `targets` [rows] after `hidden` [rows, width], summed and times `scale`. `pool`,
-    or else this thread, computes it and its gradients.
+class LossOptions(NamedTuple):
+    """`pool`, or else the caller's thread, computes the loss times `scale`, and its gradients if it is to
+    `differentiate`.
 
     Losses with the same `sums` must go through one backward pass, as a plain sum: the first of them returns the
     gradients of weight and bias of all.
     """
-    differentiate = torch.is_grad_enabled()  # always disabled within `_Loss.forward`
-    loss: Tensor = _Loss.apply(hidden, weight, bias, targets, _Options(scale, differentiate, pool, sums))
-    return loss
 
-
-class _Options(NamedTuple):
     scale: float
     differentiate: bool
     pool: LossThreads | None
-    sums: GradientSums | None
+    sums: GradientSums
 
 
-class _Loss(torch.autograd.Function):
-    """The forward pass computes the gradients too; the backward pass only returns them."""
+class LinearCrossEntropy(torch.autograd.Function):
+    """The negative log-likelihood of `targets` [rows] after `hidden` [rows, width], summed and times a scale. The
+    forward pass computes the gradients too; the backward pass only returns them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, options: _Options) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, options: LossOptions
+    ) -> Tensor:
+        """The loss []."""
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach()
         scale, differentiate, pool, sums = options
         if differentiate:
-            sums = GradientSums() if sums is None else sums
             ctx.first = not sums.grads
             sums.grads = sums.grads or (torch.zeros_like(weight), torch.zeros_like(bias))
             ctx.sums, ctx.grad = sums, torch.empty_like(hidden)
@@ -83,6 +73,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of `hidden`, and of the first loss of its sums those of `weight` and `bias`."""
         grads = [ctx.grad]
         if ctx.first:
             grads += ctx.sums.grads

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rolecall.jobs.rnn import RnnSettings
-from rolecall.jobs.rnn.loss import GradientSums, LossThreads, linear_cross_entropy
+from rolecall.jobs.rnn.loss import GradientSums, LinearCrossEntropy, LossOptions, LossThreads
 
 LstmState = tuple[Tensor, Tensor]  # hidden and cell state, each [layers, batch, hidden]
 
@@ -64,11 +64,12 @@ class Decoder(nn.Linear):
         sums: GradientSums | None = None,
     ) -> Tensor:
         """The summed negative log-likelihood [] of `targets` [length, batch] after `hidden` [length, batch, hidden],
-        times `scale`. See `linear_cross_entropy`.
+        times `scale`. See `LossOptions`.
         """
-        rows, classes = hidden.flatten(0, -2), targets.flatten()
-        pool = pool if self.weight.is_cpu else None
-        return linear_cross_entropy(rows, self.weight, self.bias, classes, scale, pool=pool, sums=sums)
+        rows, classes, pool = hidden.flatten(0, -2), targets.flatten(), pool if self.weight.is_cpu else None
+        options = LossOptions(scale, torch.is_grad_enabled(), pool, sums or GradientSums())
+        total: Tensor = LinearCrossEntropy.apply(rows, self.weight, self.bias, classes, options)
+        return total
 
     @torch.no_grad()
     def sample(self, hidden: Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -92,5 +93,5 @@ class LanguageModel(nn.Module):
 
 
 def _generator(settings: RnnSettings, part: int) -> torch.Generator:
-    """A generator for the initial weights of a part: the ps builds two in parallel, and torch's own is shared."""
+    """A generator for the initial weights of a part, whichever other parts this process builds."""
     return torch.Generator().manual_seed(4 * settings.seed + part)

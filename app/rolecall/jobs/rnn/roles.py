@@ -22,7 +22,6 @@ from rolecall.jobs.rnn.model import Decoder, Embedding, Lstm
 
 P = ParamSpec("P")
 T = TypeVar("T")
-References = list[rpc.RRef[Any]]
 
 
 class ModelServer:
@@ -30,9 +29,11 @@ class ModelServer:
     and the methods marked as remote without gradients.
     """
 
+    # built once the size of the vocabulary is known
     embedding: Embedding
     decoder: Decoder
-    optimizers: list[torch.optim.Optimizer]  # of the decoder and of the embedding
+    dense: torch.optim.Optimizer  # of the decoder
+    sparse: torch.optim.Optimizer  # of the embedding
 
     def __init__(self, context: Context[RnnSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
@@ -45,14 +46,14 @@ class ModelServer:
         """Trains for EPOCHS, and validates after each. Other threads serve the trainer's calls meanwhile."""
         context, settings = self.context, self.settings
         (text,) = context.call_all(Trainer.describe)
-        dense, sparse = self.optimizers
+        self.build(len(text.vocabulary))
         state = context.restore(
             {
                 "text": text,
                 "embedding": self.embedding,
                 "decoder": self.decoder,
-                "dense": dense,
-                "sparse": sparse,
+                "dense": self.dense,
+                "sparse": self.sparse,
                 "trainer": TrainerState(context),
                 "tokens": 0,
                 "loss": 0.0,
@@ -88,17 +89,14 @@ class ModelServer:
         message = f"Finished: validation perplexity {score:.2f} after {epochs} epochs"
         return context.finish(message, perplexity=score, epochs=epochs, steps=context.step)
 
-    # ---- called through a reference
-
-    def build(self, tokens: int) -> tuple[References, References]:
-        """Builds the modules. Returns references to the parameters of the decoder and of the embedding."""
+    def build(self, tokens: int) -> None:
+        """Builds the modules and their optimizers."""
         self.embedding = Embedding(self.settings, tokens).to(self.context.device)
         self.decoder = Decoder(self.settings, tokens).to(self.context.device)
-        return optimizer.references(self.decoder), optimizer.references(self.embedding)
+        self.dense = optimizer.dense(self.settings, self.decoder)
+        self.sparse = optimizer.sparse(self.settings, self.embedding)
 
-    def take_optimizers(self, built: References) -> None:
-        """Keeps this rank's share of the distributed optimizers."""
-        self.optimizers = optimizer.local(built)
+    # ---- called through a reference
 
     @remote
     def embed(self, tokens: Tensor) -> Tensor:
@@ -119,13 +117,14 @@ class ModelServer:
     # ---- called without gradients
 
     @remote
-    def clip(self, context_id: int, square_norm: float) -> float:
-        """Clips the gradients of this rank by the global norm, and returns that norm. `square_norm` is the square of
-        the norm of the trainer's gradients.
-        """
-        norm = float((square_norm + optimizer.square_norm(context_id)) ** 0.5)
-        optimizer.clip(context_id, norm)
-        return norm
+    def square_norm(self, context_id: int) -> float:
+        """The square of the norm of this rank's gradients."""
+        return optimizer.square_norm(context_id)
+
+    @remote
+    def step(self, context_id: int, norm: float) -> None:
+        """Makes a step of this rank's optimizers, with gradients that are clipped by the global `norm`."""
+        optimizer.step(context_id, norm, self.dense, self.sparse)
 
     @remote
     def validate(self, hidden: Tensor, targets: Tensor) -> float:
@@ -140,7 +139,7 @@ class ModelServer:
     def _outgoing(self, tensor: Tensor) -> Tensor:
         """`tensor` on the device that the trainer expects: a GPU only if both ranks compute on one."""
         trainer = self.context.peers("trainer")[0].name
-        return tensor.to(self.context.device if trainer in self.context.mapped else "cpu")
+        return tensor.to(self.context.device if trainer in self.context.torch.mapped else "cpu")
 
 
 class TrainerState:
@@ -160,13 +159,13 @@ class TrainerState:
 
 
 class Trainer:
-    """The text, the LSTM and its state, a reference to the ps's object, and the optimizers of both ranks."""
+    """The text, the LSTM with its state and its optimizer, and a reference to the ps's object."""
 
     def __init__(self, context: Context[RnnSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
         settings, self.device = self.settings, context.device
         self.calls = context.options(timeout=settings.step_timeout)
-        self.rpc_device = self.device if context.rank0.name in context.mapped else torch.device("cpu")
+        self.rpc_device = self.device if context.rank0.name in context.torch.mapped else torch.device("cpu")
         with context.phase("loading"):
             self.text = corpus.load(settings)
         self.train_streams = corpus.streams(self.text.train, settings.batch_size)
@@ -174,19 +173,14 @@ class Trainer:
         columns = torch.arange(settings.batch_size).chunk(settings.micro_batches)
         self.micro_batches = [slice(int(part[0]), int(part[-1]) + 1) for part in columns]
         self.lstm = Lstm(settings).to(self.device)
+        self.optimizer = optimizer.dense(settings, self.lstm)
         self.state = self.lstm.start(settings.batch_size)
         torch.manual_seed(settings.seed)  # dropout is the same in every generation
         self.server: rpc.RRef[ModelServer] = context.reference(context.rank0)
-        at_server: Any = self.server.rpc_sync(settings.phase_timeout)
-        of_decoder, of_embedding = at_server.build(len(self.text.vocabulary))
-        dense = [*optimizer.references(self.lstm), *of_decoder]
-        self.optimizers = optimizer.build(settings, dense, of_embedding)
-        self.shares = [share for each in self.optimizers for share in each.remote_optimizers]  # of both ranks
-        at_server.take_optimizers(self.shares)
 
     @remote(turn=True)
     def describe(self) -> TextDescription:
-        """Describes the text, once it is read and the model is built."""
+        """Describes the text, once it is read and the LSTM is built."""
         return TextDescription(
             corpus=self.settings.corpus,
             digest=self.text.digest,
@@ -227,13 +221,13 @@ class Trainer:
             with metrics.rnn_backward_seconds.time():
                 dist_autograd.backward(context_id, [mean])  # type: ignore[attr-defined]
             with metrics.rnn_optimizer_seconds.time():
-                square_norm = optimizer.square_norm(context_id)
-                norm = self.calls.call(context.rank0, ModelServer.clip, context_id, square_norm).result()
+                square = self.calls.call(context.rank0, ModelServer.square_norm, context_id)
+                norm = (optimizer.square_norm(context_id) + square.result()) ** 0.5
                 loss = float(mean.detach())
                 context.require_finite(loss, norm, hint="the loss or its gradient is not finite; lower LR")
-                optimizer.clip(context_id, norm)
-                for each in self.optimizers:
-                    each.step(context_id)
+                stepped = self.calls.call(context.rank0, ModelServer.step, context_id, norm)
+                optimizer.step(context_id, norm, self.optimizer)
+                stepped.result()
         hidden, cell = (torch.cat(columns, 1).detach() for columns in zip(*states, strict=True))
         self.state = hidden, cell
         metrics.rnn_grad_norm.set(norm)
@@ -270,10 +264,9 @@ class Trainer:
     def save(self) -> bytes:
         """The trainer's part of a checkpoint, serialized by torch: `load` continues exactly from it."""
         file = io.BytesIO()
-        (local,) = optimizer.local(self.shares)
         state = {
             "lstm": self.lstm.state_dict(),
-            "optimizer": local.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "state": self.state,
             "rng": torch.get_rng_state(),
         }
@@ -283,9 +276,8 @@ class Trainer:
     @remote(turn=True)
     def load(self, state: dict[str, Any]) -> None:
         """Continues from the trainer's part of a checkpoint."""
-        (local,) = optimizer.local(self.shares)
         self.lstm.load_state_dict(state["lstm"])
-        local.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         hidden, cell = state["state"]
         self.state = hidden.to(self.device), cell.to(self.device)
         torch.set_rng_state(state["rng"])

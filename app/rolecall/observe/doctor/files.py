@@ -39,7 +39,7 @@ def directory(subject: Subject) -> Finding:
         return ok(f"CHECKPOINT_DIR={path} does not exist yet, and can be made")
     if error := write_error(path):
         text = f"CHECKPOINT_DIR={path} cannot be written ({reason(error)})"
-        if subject.is_rank0 or subject.settings.checkpoint_shards == "direct":
+        if subject.is_rank0:
             return problem(text)
         return unchecked(f"{text}; {ELSEWHERE}")
     return ok(f"CHECKPOINT_DIR={path} can be written")

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import http.client
-import io
-import json
+import socket
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
 
 from rolecall.config import Settings
-from rolecall.messages.tunnel import Destination
-from rolecall.observe.doctor import diagnosis
 from rolecall.observe.doctor.checks import Once
 from rolecall.tunnel import keys, places
-from rolecall.tunnel.channel import HEAD, Channel
-from rolecall.tunnel.dial import connect, dial
+from rolecall.tunnel.dial import connect
 from rolecall.tunnel.keys import Credentials
-from rolecall.tunnel.peek import Presented, peek
+from rolecall.tunnel.local import unix_listener
+from rolecall.tunnel.peek import peek
+from rolecall.tunnel.process import Listeners, Tunnel
+from rolecall.tunnel.rank0 import CoordinatorClient
 
+T = TypeVar("T")
 RETRY_SECONDS = 0.5
-REQUEST = f"GET {diagnosis.PATH} HTTP/1.1\r\nHost: rank0\r\nConnection: close\r\n\r\n".encode()
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,13 @@ class Rank0:
     def __post_init__(self) -> None:
         self.address = self.host, self.settings.rank0_port
         self._until: float | None = None  # retries end (monotonic seconds), counted from the first step
-        self.connected = Once(lambda: self._retry(lambda: connect(self.address, self._end).close()))
-        self.certificate = Once(self._peek)
-        self.answer = Once(lambda: self._retry(self.ask))
+        self.connected = Once(
+            lambda: self._retry(lambda: connect(self.address, time.monotonic() + self.timeout).close())
+        )
+        self.fingerprint = Once(self._peek)
+        self.answer = Once(self._ask)
 
-    @property
-    def _end(self) -> float:
-        return time.monotonic() + self.timeout
-
-    def _retry(self, step: Callable[[], Any]) -> Any:
+    def _retry(self, step: Callable[[], T]) -> T:
         if self._until is None:
             self._until = time.monotonic() + self.wait
         while True:
@@ -69,70 +71,48 @@ class Rank0:
                     raise
             time.sleep(RETRY_SECONDS)
 
-    def _peek(self) -> Presented:
+    def _peek(self) -> str:
         try:
             credentials = Credentials(self.settings, self.job)
         except Exception:  # other checks report it
             credentials = None
         return peek(credentials, self.address, self.timeout)
 
-    def ask(self) -> Answer:
-        """Asks rank 0 now. Raises OSError, StrangerError, UsageError, and LookupError if its version has no doctor."""
-        s = self.settings
-        if s.secure:
-            host, port = self.address
-            rank0 = Destination(self.name, host, port, places.CONTROL)
-            credentials = Credentials(s, self.job)
-            channel = dial(credentials, rank0, lease=s.lease_seconds, is_rank0=True, seconds=self.timeout)
-            with contextlib.closing(channel):
-                return self._timed(lambda: _request(channel, self._end))
-        badge = keys.badge(s.token, self.job) if s.token else ""
-        with contextlib.closing(http.client.HTTPConnection(*self.address, timeout=self.timeout)) as connection:
-            connection.request("GET", diagnosis.PATH, headers={"Authorization": f"Bearer {badge}"} if badge else {})
-            return self._timed(connection.getresponse)
+    def _ask(self) -> Answer:
+        """Raises OSError if rank 0's coordinator is not reached, and UsageError if rank 0 and this rank do not accept
+        each other, or if this rank has no credentials."""
+        # half of the lease is for a request, and for a tunnel to reach rank 0
+        settings = self.settings.model_copy(update={"master_addr": self.host, "lease_seconds": 2 * self.timeout})
+        with self._tunnel(settings) if settings.secure else contextlib.nullcontext() as place:
+            return self._retry(lambda: asyncio.run(self._answered(settings, place)))
 
-    def _timed(self, request: Callable[[], http.client.HTTPResponse]) -> Answer:
-        sent, begun = self.clock(), time.monotonic()
+    async def _answered(self, settings: Settings, place: Path | None) -> Answer:
+        badge = keys.badge(settings.token, self.job) if settings.token and not place else ""
         try:
-            response = request()
-            body = response.read()
-        except http.client.HTTPException as error:
-            raise ConnectionError(f"the answer broke off ({type(error).__name__})") from error
-        half = (time.monotonic() - begun) / 2
-        if response.status in (404, 405):
-            raise LookupError("rank 0 is of a version that has no doctor")
-        if response.status != 200:
-            raise PermissionError(body.decode(errors="replace")[:200])
-        try:
-            facts = dict(json.loads(body))
+            async with CoordinatorClient(settings, place, badge) as client:
+                await client.facts()  # makes the connection, which takes longer than a request
+                sent, begun = self.clock(), time.monotonic()
+                facts = await client.facts()
+                half = (time.monotonic() - begun) / 2
             return Answer(facts, float(facts["unix_s"]) - sent - half, half)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConnectionError(f"rank 0's answer cannot be read ({error})") from error
+        except TimeoutError as error:
+            raise TimeoutError("no answer in time") from error
+        except (aiohttp.ClientError, ValueError, TypeError, KeyError) as error:
+            raise ConnectionError(str(error)) from error
 
-
-class _Received(io.BytesIO):
-    """Received bytes in the form of a socket, which http.client parses."""
-
-    def makefile(self, *_: Any) -> _Received:
-        return self
-
-
-def _request(channel: Channel, end: float) -> http.client.HTTPResponse:
-    """Sends the request through the tunnel's channel, and reads frames until the empty one."""
-    channel.write(HEAD.pack(len(REQUEST)) + REQUEST)
-    buffer, arrived, content = memoryview(bytearray(2**16)), bytearray(), bytearray()
-    while True:
-        count = channel.read_into(buffer)
-        arrived += buffer[:count]
-        while len(arrived) >= HEAD.size:
-            size = HEAD.unpack_from(arrived)[0]
-            if not size:
-                response = http.client.HTTPResponse(_Received(content))  # type: ignore[arg-type]
-                response.begin()
-                return response
-            if len(arrived) < HEAD.size + size:
-                break
-            content += arrived[HEAD.size : HEAD.size + size]
-            del arrived[: HEAD.size + size]
-        if not count:
-            channel.wait(end)
+    @contextlib.contextmanager
+    def _tunnel(self, settings: Settings) -> Iterator[Path]:
+        """A tunnel in this process, as a rank has one: the socket that leads to the coordinator."""
+        credentials = Credentials(settings, self.job)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with tempfile.TemporaryDirectory(prefix="rolecall-doctor-") as folder, ours:
+            listeners = Listeners(
+                socket.create_server(("127.0.0.1", 0)),
+                unix_listener(Path(folder, places.INSIDE), socket.SOCK_SEQPACKET),
+                unix_listener(Path(folder, places.CONTROL)),
+            )
+            tunnel = Tunnel(
+                settings, credentials, rank0=self.name, coordinator=None, listeners=listeners, supervisor=theirs
+            )
+            threading.Thread(target=tunnel.serve, daemon=True).start()  # until `ours` is closed
+            yield Path(folder, places.CONTROL)

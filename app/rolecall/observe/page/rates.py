@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,11 +13,11 @@ from msgspec import Meta
 
 from rolecall.gang.protocol import Key, name_of
 from rolecall.messages.codec import MessageError, convert
+from rolecall.record.history import Finite
 from rolecall.telemetry import LATENCY
 
 WINDOW_REPORTS = 6  # over which a rate is measured
 BUCKETS = len(LATENCY) + 1
-Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 COUNTS = ("calls", "failures", "sent", "received")
 
 
@@ -71,8 +70,7 @@ class LogEvent:
 @dataclass(frozen=True)
 class Stats:
     """The statistics of a rank. The Unix time `started` identifies its supervisor; `at` is the time in seconds of that
-    process's clock; `values` are gauges and counters; `logged` are the values that the job logs by names of its own, at
-    rank 0."""
+    process's clock; `values` are gauges and counters."""
 
     started: Finite
     at: Finite
@@ -81,11 +79,10 @@ class Stats:
     log: list[LogEvent]
     queues: dict[str, QueueCounters] = field(default_factory=dict)
     weights: dict[str, WeightsCounters] = field(default_factory=dict)
-    logged: dict[str, Finite] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Link:
+class CallRate:
     """The calls of one method from the role `caller` to `callees`, if known: calls, failures and bytes per second, and
     latency in seconds."""
 
@@ -204,7 +201,7 @@ class Rates:
             used.append(one)
         return used
 
-    def links(self) -> list[Link]:
+    def links(self) -> list[CallRate]:
         """The calls between roles, the most frequent first."""
         grown: dict[tuple[str, str], list[float]] = {}
         callees: dict[tuple[str, str], set[str]] = {}
@@ -218,7 +215,7 @@ class Rates:
         for (role, name), roles in callees.items():
             counts, answered = dict(zip(COUNTS, grown[role, name], strict=False)), grown[role, name][len(COUNTS) :]
             p50, p99 = quantile(0.5, answered), quantile(0.99, answered)
-            links.append(Link(role, tuple(sorted(roles)), name, **counts, p50=p50, p99=p99))
+            links.append(CallRate(role, tuple(sorted(roles)), name, **counts, p50=p50, p99=p99))
         return sorted(links, key=lambda link: (-link.calls, link.caller, link.method))
 
 

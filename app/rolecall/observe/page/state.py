@@ -8,33 +8,21 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rolecall.gang.protocol import ACTIVE, MET, OVER, Key, RoleSpec, WorkerStatus, name_of
+from rolecall.declare.describe import Description
+from rolecall.gang.protocol import ACTIVE, MET, OVER, Key, WorkerStatus, name_of
 from rolecall.observe.page.rates import LogEvent, Rates
-from rolecall.record.history import History, Point
+from rolecall.record.history import CURVES, History
 
 FORM = 1  # version of the state: raised if the script of another version cannot show it
-MAX_POINTS = 300  # of a curve: a screen shows no more
 MAX_GENERATIONS = 200  # the newest
 MAX_ERRORS = 60  # the newest, of all ranks
 MAX_TEXT = 2000  # characters of an error
 BAD = ("failed", "crashed", "stuck", "killed", "silent", "lost", "refused", "unreachable")  # how a worker may end
 WAITING = {"none": "waiting", "joining": "starting"}
-
-
-@dataclass(frozen=True)
-class Titles:
-    """The names of a job, its score and its unit of work; if `lower`, a lower score is better."""
-
-    job: str
-    summary: str = ""
-    score: str = "score"
-    unit: str = "steps"
-    lower: bool = False
-    version: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,8 +52,7 @@ class GangView:
 
 
 def of_gang(
-    titles: Titles,
-    roles: Sequence[RoleSpec],
+    job: Description,
     gang: GangView,
     history: History,
     rates: Rates,
@@ -75,7 +62,8 @@ def of_gang(
     summary: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The state of a run under way, or just over, at the Unix time `now`. `summary` is the contents of summary.json."""
-    rank0, over = (roles[0].name, 0), gang.state in OVER
+    roles, over = job.roles, gang.state in OVER
+    rank0 = (roles[0].name, 0)
     values = rates.values(rank0)
     everyone = {(role.name, ordinal) for role in roles for ordinal in range(role.count)}
     places = {role.name: place for place, role in enumerate(roles)}
@@ -83,7 +71,7 @@ def of_gang(
     minimum = {role.name: role.minimum for role in roles}
     return _object(
         {
-            **_common(titles, history, settings, now, summary),
+            **_common(job, history, settings, now, summary),
             "live": True,
             "state": gang.state,
             "state_seconds": gang.seconds,
@@ -98,7 +86,7 @@ def of_gang(
             "links": [asdict(link) for link in rates.links()],
             "queues": [asdict(queue) for queue in rates.queues()],
             "weights": [asdict(weights) for weights in rates.weights()],
-            "logged": report.logged if (report := rates.newest(rank0)) else {},
+            "logged": {name: point.value for name, point in history.last.items() if name not in CURVES},
             "errors": _errors((key, report.log) for key in keys if (report := rates.newest(key))),
         }
     )
@@ -122,16 +110,20 @@ def _errors(logs: Iterable[tuple[Key, Iterable[LogEvent]]]) -> list[dict[str, An
 
 
 def _common(
-    titles: Titles, history: History, settings: Mapping[str, Any], now: float, summary: Mapping[str, Any] | None
+    job: Description, history: History, settings: Mapping[str, Any], now: float, summary: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    curves = {kind: thin(points, history.last.get(kind)) for kind, points in history.curves.items()}
-    spread = history.spread()
-    low, high = thin([low for low, _ in spread]), thin([high for _, high in spread])
     return {
         "form": FORM,
         "now": now,
-        "job": asdict(titles),
-        "curve": {**curves, "low": low, "high": high, "goal": history.goal},
+        "job": {
+            "job": job.name,
+            "summary": job.summary,
+            "score": job.score,
+            "unit": job.unit,
+            "lower": job.lower,
+            "version": job.version,
+        },
+        "curve": history.shown(),
         "training_seconds": history.seconds,
         "began": history.began or None,
         "generations": generations(history),
@@ -149,16 +141,6 @@ def _common(
 def without_settings(summary: Mapping[str, Any]) -> dict[str, Any]:
     """A summary without the settings, which the state has elsewhere."""
     return {name: value for name, value in summary.items() if name != "settings"}
-
-
-def thin(points: Sequence[Point], last: Point | None = None) -> list[list[float]]:
-    """At most MAX_POINTS of `points` and the `last`, as [step, seconds of training, value]."""
-    count = len(points)
-    if count > MAX_POINTS:
-        points = [points[round(place * (count - 1) / (MAX_POINTS - 1))] for place in range(MAX_POINTS)]
-    if last is not None and (not points or last.step > points[-1].step):
-        points = [*points, last]
-    return [[point.step, round(point.seconds, 3), float(f"{point.value:.6g}")] for point in points]
 
 
 def generations(history: History) -> list[dict[str, Any]]:

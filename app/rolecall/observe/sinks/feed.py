@@ -1,7 +1,6 @@
-"""Feeds the sinks from rank 0's supervisor: a process for each sink gets new items once a second.
+"""The sinks at rank 0's supervisor: a process each, which reads the run's history and is told when the run ends.
 
-A sink that is slow, hangs or fails does not delay training: no rank waits for it. Items that it has not taken are kept
-up to a bound. The first problem is logged.
+A sink that is slow, hangs or fails does not delay training: no rank waits for it. The first problem is logged.
 """
 
 from __future__ import annotations
@@ -10,17 +9,13 @@ import asyncio
 import contextlib
 import re
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolecall import telemetry
-from rolecall.messages.sinks import End, Open, ToSink, Write, frame
-from rolecall.observe.sinks.points import Item, Points, bounded
-from rolecall.record.history import Record
+from rolecall.messages.codec import encode_line
+from rolecall.messages.sinks import End, Open
 
-PERIOD_SECONDS = 1.0  # between two batches
-SLOW_SECONDS = 60.0  # for one batch; then it is logged
 END_SECONDS = 20.0  # limit for all sinks at the end of a run
 CLOSE_SECONDS = 3.0  # at the end of this process, if the run had no end
 ADVICE = {
@@ -38,11 +33,9 @@ class Feed:
         self.name, self._about, self._environment = name, about, environment
         self.command = [sys.executable, "-P", "-m", "rolecall.observe.sinks.process", name]
         self.log = telemetry.log()
-        self.items: list[Item] = []  # not sent yet
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
-        self._over = asyncio.Event()
-        self._ending = End("stopped", None)
+        self._over: asyncio.Future[End]
         self._warned = False
 
     @property
@@ -50,14 +43,13 @@ class Feed:
         """Its process; 0 if there is none."""
         return self._process.pid if self._process else 0
 
-    def add(self, items: list[Item]) -> None:
-        """Queues `items`; of too many, every other point is dropped."""
+    def start(self, offset: int) -> None:
+        """Starts its process, unless it was started: it writes the history's rows from `offset` on."""
         if self._task is None:
-            self._task = asyncio.create_task(self._run())
-        if not self._task.done():  # otherwise the sink was given up
-            self.items = bounded(self.items + items)
+            self._over = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._run(offset))
 
-    async def _run(self) -> None:
+    async def _run(self, offset: int) -> None:
         pipe = asyncio.subprocess.PIPE
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -69,13 +61,8 @@ class Feed:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read_errors(self._process))  # it says why the process has ended
             with contextlib.suppress(OSError):
-                await self._send(Open(self._about))
-                while not self._over.is_set():
-                    await self._send_items()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._over.wait(), PERIOD_SECONDS)
-                await self._send_items()
-                await self._send(self._ending)
+                await self._send(self._process, Open(self._about, offset))
+                await self._send(self._process, await self._over)
 
     async def _read_errors(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -84,22 +71,11 @@ class Feed:
         if code := await process.wait():
             self._warn(f"its process ended with exit code {code}")
 
-    async def _send_items(self) -> None:
-        items, self.items = self.items, []
-        if items:
-            await self._send(Write(items))
-
-    async def _send(self, message: ToSink) -> None:
-        """Sends a message; returns once the process has taken most of it. Raises OSError if it has ended."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(frame(message))
-        try:
-            async with asyncio.timeout(SLOW_SECONDS):
-                await self._process.stdin.drain()
-        except TimeoutError:
-            self._warn(f"it takes nothing for {SLOW_SECONDS:g} s")
-            await self._process.stdin.drain()
+    async def _send(self, process: asyncio.subprocess.Process, message: Open | End) -> None:
+        """Sends a message. Raises OSError if the process has ended."""
+        assert process.stdin is not None
+        process.stdin.write(encode_line(message))
+        await process.stdin.drain()
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
@@ -111,13 +87,11 @@ class Feed:
                 advice=ADVICE.get(self.name, ""),
             )
 
-    async def end(self, state: str, summary: dict[str, Any] | None, limit: float) -> None:
-        """Sends the rest and the end of the run: `state` is finished, failed or stopped. Then kills the process, at the
-        latest after `limit` seconds."""
+    async def end(self, end: End, limit: float) -> None:
+        """Has it write the rest, and the run's end. Then kills the process, after `limit` seconds at the latest."""
         if self._task is None:
             return
-        self._ending = End(state, summary)
-        self._over.set()
+        self._over.set_result(end)
         done, _ = await asyncio.wait({self._task}, timeout=limit)
         if not done:
             self._warn(f"its end takes over {limit:g} s")
@@ -141,25 +115,23 @@ class Sinks:
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
         self.feeds = list(feeds)
-        self._points = Points()
         self._over = False
 
     def pids(self) -> set[int]:
         """Their processes."""
         return {feed.pid for feed in self.feeds if feed.pid}
 
-    def record(self, records: Sequence[Record]) -> None:
-        """Passes on the records of rank 0's worker."""
-        items = self._points.take(records, time.time() - time.monotonic()) if self.feeds else []
-        for feed in self.feeds if items else ():
-            feed.add(items)
+    def start(self, offset: int) -> None:
+        """Starts them, unless they were started: training begins, and its rows are in the history from `offset` on."""
+        for feed in self.feeds:
+            feed.start(offset)
 
     async def end(self, state: str, summary: dict[str, Any] | None, limit: float = END_SECONDS) -> None:
-        """Sends everything and the run's `summary` at the end of the run, within `limit` seconds."""
+        """Has them write everything, and the run's `summary`, at the end of the run, within `limit` seconds."""
         if self._over:
             return
         self._over = True
-        await asyncio.gather(*(feed.end(state, summary, limit) for feed in self.feeds))
+        await asyncio.gather(*(feed.end(End(state, summary), limit) for feed in self.feeds))
 
     async def close(self) -> None:
         """Ends the sinks' processes at the end of this process."""

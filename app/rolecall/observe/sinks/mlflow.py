@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.observe.sinks.once import OnceSink, State
-from rolecall.observe.sinks.points import Point
+from rolecall.record.history import Point
 
 MAX_PARAMETERS = 100  # in one call
 MAX_TEXT = 500  # characters of a parameter or a tag, which older servers accept
@@ -58,7 +58,7 @@ class MLflow(OnceSink):
     def log(self, points: list[Point]) -> None:
         """See `OnceSink`."""
         metrics = [
-            self._entities.Metric(REFUSED.sub("_", point.name), point.value, round(point.unix * 1000), point.step)
+            self._entities.Metric(REFUSED.sub("_", point.name), point.value, round(point.time * 1000), point.step)
             for point in points
         ]
         self._client.log_batch(self.state.run, metrics=metrics)

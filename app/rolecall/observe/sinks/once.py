@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+import msgspec
 
-from rolecall.observe.sinks.points import Item, Point
+from rolecall.record.history import Point, Row
 
 STATE_FILE = "rolecall.json"
 MAX_POINTS = 1000  # in one call of the library
@@ -29,19 +28,16 @@ class State:
     def read(cls, folder: Path) -> State:
         """The state that `write` wrote; empty if there is none, or the file is damaged. Raises OSError."""
         try:
-            return _STATE.validate_json((folder / STATE_FILE).read_bytes())
-        except (FileNotFoundError, ValueError):
+            return msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=cls)
+        except (FileNotFoundError, ValueError, RecursionError):
             return cls()
 
     def write(self, folder: Path) -> None:
         """Replaces the file. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".{STATE_FILE}.tmp"
-        temporary.write_text(json.dumps(asdict(self)))
+        temporary.write_bytes(msgspec.json.encode(self))
         temporary.replace(folder / STATE_FILE)
-
-
-_STATE = TypeAdapter(State)
 
 
 class OnceSink:
@@ -59,11 +55,11 @@ class OnceSink:
         """Ends the run; `results` are the values of the `summary` by dotted name, without settings."""
         raise NotImplementedError
 
-    def write(self, items: list[Item]) -> None:
+    def write(self, rows: list[Row]) -> None:
         """See `Sink`."""
         newest, points = dict(self.state.last), list[Point]()
-        for point in (Point(*rest) for kind, *rest in items if kind == "point"):
-            if point.step > newest.get(point.name, -1):
+        for point in rows:
+            if isinstance(point, Point) and point.step > newest.get(point.name, -1):
                 newest[point.name] = point.step
                 points.append(point)
         points.sort(key=lambda point: point.step)

@@ -1,4 +1,4 @@
-"""`python -m rolecall.observe.sinks.process SINK`: writes one sink.
+"""`python -m rolecall.observe.sinks.process SINK`: writes one sink, from the run's history as it grows.
 
 The parent sends messages (messages/sinks.py) to standard input. The end of the input stops the sink, too. Each error
 is a line of standard output.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import importlib
 import os
+import queue
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from rolecall import machine
-from rolecall.messages.sinks import End, Open, ToSink, Write, read
-from rolecall.observe.sinks.points import Item, bounded
+from rolecall.messages.codec import decode_line
+from rolecall.messages.sinks import End, Open
+from rolecall.record import files
+from rolecall.record.history import Row, read_rows
 
 NICE = 10  # lower priority than training
+PERIOD_SECONDS = 1.0  # between two looks at the history
 ORPHAN_SECONDS = 10.0  # that it may run on after its parent's end
 MAX_ERROR = 500  # characters of an error
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 5.0, 300.0  # until the next try; they double
@@ -28,8 +33,8 @@ MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 5.0, 300.0  # until the next try; they do
 class Sink(Protocol):
     """The result of `begin(about)` of a sink's module. Both methods may raise anything."""
 
-    def write(self, items: list[Item]) -> None:
-        """Writes `items`, some of which may have been written before. After an error the same items come again."""
+    def write(self, rows: list[Row]) -> None:
+        """Writes `rows`, some of which may have been written before. After an error the same rows come again."""
         ...
 
     def end(self, state: str, summary: dict[str, Any] | None) -> None:
@@ -39,28 +44,31 @@ class Sink(Protocol):
 
 
 class Writer:
-    """Writes items to the sink that `begin` opens, and reports errors. What could not be written is kept."""
+    """Writes the history `path` from `offset` on to the sink that `begin` opens, and reports errors."""
 
-    def __init__(self, begin: Callable[[], Sink], report: Callable[[str], None]) -> None:
-        self._begin, self._report = begin, report
+    def __init__(self, path: Path, offset: int, begin: Callable[[], Sink], report: Callable[[str], None]) -> None:
+        self._path, self._offset, self._begin, self._report = path, offset, begin, report
         self._sink: Sink | None = None
-        self._items: list[Item] = []
         self._pause, self._retry_at = 0.0, 0.0
 
-    def write(self, items: list[Item]) -> None:
-        """Writes `items`, unless an error is too recent."""
-        self._items = bounded(self._items + items)
+    def write(self) -> None:
+        """Writes new rows, unless an error is too recent."""
         if time.monotonic() >= self._retry_at:
-            done = self._try(lambda sink: sink.write(self._items))
-            self._items = [] if done else self._items
+            done = self._try(self._write_rows)
             self._pause = 0.0 if done else min(2 * self._pause or MIN_RETRY_SECONDS, MAX_RETRY_SECONDS)
             self._retry_at = time.monotonic() + self._pause
 
-    def end(self, state: str, summary: dict[str, Any] | None) -> None:
+    def _write_rows(self, sink: Sink) -> None:
+        rows, end = read_rows(self._path, self._offset)
+        if rows:
+            sink.write(rows)
+        self._offset = end
+
+    def end(self, end: End) -> None:
         """Writes the rest, and ends the sink."""
         self._retry_at = 0.0
-        self.write([])
-        self._try(lambda sink: sink.end(state, summary))
+        self.write()
+        self._try(lambda sink: sink.end(end.state, end.summary))
 
     def _try(self, act: Callable[[Sink], None]) -> bool:
         try:
@@ -73,28 +81,13 @@ class Writer:
         return True
 
 
-def serve(messages: Iterator[ToSink], report: Callable[[str], None], begin: Callable[[dict[str, Any]], Sink]) -> None:
-    """Handles `messages`."""
-    about = dict[str, Any]()
-    writer = Writer(lambda: begin(about), report)
-    for message in messages:
-        match message:
-            case Open():
-                about |= message.about
-            case Write(items):
-                writer.write(items)
-            case End(state, summary):
-                writer.end(state, summary)
-                return
-    writer.end("stopped", None)
-
-
-def _follow(parent: int) -> None:
-    """Ends this process some time after its parent, even if a library hangs."""
-    while os.getppid() == parent:
-        time.sleep(1.0)  # a period; nothing waits for it
-    time.sleep(ORPHAN_SECONDS)
-    os._exit(1)
+def _read_last(lines: queue.SimpleQueue[bytes]) -> None:
+    """Passes on the last line of the input. Ends this process some time after its parent, even if a library hangs."""
+    line = sys.stdin.buffer.readline()
+    lines.put(line)
+    if not line:
+        time.sleep(ORPHAN_SECONDS)
+        os._exit(1)
 
 
 def main(name: str) -> None:
@@ -102,11 +95,25 @@ def main(name: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the supervisor handles them
     os.nice(NICE)
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     errors = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print
     module = importlib.import_module(f"rolecall.observe.sinks.{name}")
-    serve(read(sys.stdin.buffer), lambda error: print(error, file=errors, flush=True), module.begin)
+    opened: Open = decode_line(Open, sys.stdin.buffer.readline())
+    writer = Writer(
+        Path(opened.about["directory"]) / files.HISTORY,
+        opened.offset,
+        lambda: module.begin(opened.about),
+        lambda error: print(error, file=errors, flush=True),
+    )
+    lines = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_read_last, args=(lines,), daemon=True).start()
+    while True:
+        try:
+            last = lines.get(timeout=PERIOD_SECONDS)
+            break
+        except queue.Empty:
+            writer.write()
+    writer.end(decode_line(End, last) if last else End("stopped"))
 
 
 if __name__ == "__main__":

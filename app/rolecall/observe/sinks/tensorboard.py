@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rolecall.observe.sinks.points import Item
+from rolecall.record.history import Point, Row, Start
 
 FOLDER = "tensorboard"
 FLUSH_SECONDS = 3600  # of its writer: `write` flushes
@@ -42,14 +42,18 @@ class TensorBoard:
         rows = "\n".join(f"| {name} | {value} |" for name, value in plain.items())
         self._add_text("settings", f"| setting | value |\n|---|---|\n{rows}", 0)
 
-    def write(self, items: list[Item]) -> None:
+    def write(self, rows: list[Row]) -> None:
         """See `Sink`."""
         last = dict(self._last)
         try:
             if self._writer is None:
                 self._open()
-            for kind, *rest in items:
-                self._start(*rest) if kind == "start" else self._point(*rest)
+            for row in rows:
+                match row:
+                    case Start():
+                        self._start(row)
+                    case Point():
+                        self._point(row)
             self._writer.flush()
         except Exception:
             writer, self._last, self._writer = self._writer, last, None
@@ -57,14 +61,14 @@ class TensorBoard:
                 writer.close()
             raise
 
-    def _start(self, step: int, generation: int, unix: float) -> None:
-        self._last = {name: min(last, step) for name, last in self._last.items()}
-        self._add(step + 1, unix, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
+    def _start(self, start: Start) -> None:
+        self._last = {name: min(last, start.step) for name, last in self._last.items()}
+        self._add(start.step + 1, start.time, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
 
-    def _point(self, name: str, step: int, unix: float, value: float) -> None:
-        if step > self._last.get(name, -1):
-            self._last[name] = step
-            self._add_value(step, unix, tag=name, simple_value=value)
+    def _point(self, point: Point) -> None:
+        if point.step > self._last.get(point.name, -1):
+            self._last[point.name] = point.step
+            self._add_value(point.step, point.time, tag=point.name, simple_value=point.value)
 
     def end(self, state: str, summary: dict[str, Any] | None) -> None:
         """See `Sink`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.observe.sinks.once import OnceSink
-from rolecall.observe.sinks.points import Point
+from rolecall.record.history import Point
 
 STEP = "step"  # the metric that is the curves' axis
 FLUSH_SECONDS = 1.0

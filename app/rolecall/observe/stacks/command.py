@@ -58,8 +58,12 @@ def chosen(words: Sequence[str], replies: Mapping[str, Any]) -> list[str] | None
 def as_json(replies: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None) -> str:
     """The replies of the ranks `names`, or of all, and who waits for whom."""
     result = deadlocks.look(stack_report.read(replies))
+    chosen = {name: reply for name, reply in replies.items() if names is None or name in names}
     content = {
-        "ranks": {name: reply for name, reply in replies.items() if names is None or name in names},
+        "ranks": {
+            rank: {name: value for name, value in reply.items() if name not in ("name", "error") or value}
+            for rank, reply in chosen.items()
+        },
         "waits": [asdict(wait) for wait in result.waits],
         "deadlocks": result.deadlocks,
         "active": result.active,

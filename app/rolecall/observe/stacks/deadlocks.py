@@ -11,49 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from rolecall.record.stacks import Thread
-from rolecall.wire.messages import MAX_RUNNING
+from rolecall.observe.stacks.threads import Call, Rank, Thread
 
 Node = tuple[str, int]  # a rank, and its thread's number; a call that no thread waits for has a negative one
 Group = frozenset[Node]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A pending call: to which rank, of which method, for how many seconds, and the number of the calling thread."""
-
-    to: str
-    method: str
-    seconds: float
-    thread: int = 0
-
-
-@dataclass(frozen=True)
-class Rank:
-    """A rank's reply; with an `error` there is none. A rank is not `running` without a worker, or while that starts."""
-
-    name: str
-    threads: tuple[Thread, ...] = ()
-    calls: tuple[Call, ...] = ()
-    running: bool = True
-    error: str = ""
-
-    @property
-    def role(self) -> str:
-        """The rank's role."""
-        return self.name.rpartition("_")[0]
-
-    @property
-    def serving(self) -> tuple[Thread, ...]:
-        """The threads that serve remote calls."""
-        return tuple(thread for thread in self.threads if thread.in_call)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether it carries out as many calls as it may at a time."""
-        return len(self.serving) >= MAX_RUNNING
 
 
 @dataclass(frozen=True)
@@ -80,16 +42,6 @@ class Conclusions:
     deadlocks: tuple[tuple[str, ...], ...] = ()
     active: tuple[str, ...] = ()
     exhausted: tuple[str, ...] = ()
-
-
-def read(name: str, reply: Mapping[str, Any]) -> Rank:
-    """The rank `name` from its JSON reply to the query "stacks". Raises KeyError, TypeError or ValueError for other
-    JSON."""
-    if "error" in reply:
-        return Rank(name, running=False, error=str(reply["error"]))
-    calls = (Call(str(to), str(method), float(seconds), int(thread)) for to, method, seconds, thread in reply["calls"])
-    threads = tuple(Thread.read(each) for each in reply["threads"])
-    return Rank(name, threads, tuple(calls), running=reply["state"] == "running")
 
 
 def look(ranks: Iterable[Rank]) -> Conclusions:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from rolecall.messages.codec import MessageError, convert
 from rolecall.observe.stacks import deadlocks
-from rolecall.observe.stacks.deadlocks import Call, Conclusions, Rank
-from rolecall.record.stacks import Frame, Thread
+from rolecall.observe.stacks.deadlocks import Conclusions
+from rolecall.observe.stacks.threads import Call, Frame, Rank, Thread
 from rolecall.wire.messages import MAX_RUNNING
 
 MAX_HEARTBEAT_AGE_SECONDS = 2.0  # a worker sends a heartbeat every half second
@@ -20,21 +21,17 @@ def read(replies: Mapping[str, Mapping[str, Any]]) -> list[Rank]:
     ranks = []
     for name, reply in replies.items():
         try:
-            ranks.append(deadlocks.read(name, reply))
-        except (KeyError, TypeError, ValueError):
-            problem = "its reply cannot be read; run the same version in every rank"
-            ranks.append(Rank(name, running=False, error=problem))
+            ranks.append(convert(Rank, {**reply, "name": name}))
+        except MessageError:
+            ranks.append(Rank(name, error="its reply cannot be read; run the same version in every rank"))
     return ranks
 
 
 def text(replies: Mapping[str, Mapping[str, Any]], only: Collection[str] | None = None) -> str:
     """The report, with the stacks of the ranks `only`, or of all, and the conclusions from all."""
     ranks = read(replies)
-    parts = []
-    for rank in ranks:
-        if only is None or rank.name in only:
-            parts.append("\n".join(_of_rank(rank, replies[rank.name], ranks)))
-    silent = [f"{name}: {problem}" for name, reply in replies.items() if (problem := silence(reply))]
+    parts = ["\n".join(_of_rank(rank, ranks)) for rank in ranks if only is None or rank.name in only]
+    silent = [f"{rank.name}: {problem}" for rank in ranks if (problem := silence(rank))]
     parts.append("\n".join([*conclusions(deadlocks.look(ranks)), *silent]))
     return "\n\n".join(parts)
 
@@ -65,14 +62,13 @@ def _inside(circle: Collection[str], result: Conclusions) -> str:
     return " (threads of its process wait for each other)"
 
 
-def silence(reply: Mapping[str, Any]) -> str:
+def silence(rank: Rank) -> str:
     """How long a worker has sent no heartbeat, and why; empty if it sends them."""
-    seconds = float(reply.get("silent_seconds", 0.0))
-    if seconds <= MAX_HEARTBEAT_AGE_SECONDS:
+    if rank.silent_seconds <= MAX_HEARTBEAT_AGE_SECONDS:
         return ""
-    holder = any(thread["gil"] for thread in reply["threads"])
+    holder = any(thread.gil for thread in rank.threads)
     cause = "a thread holds the GIL" if holder else "a thread holds the GIL, or the process gets no CPU"
-    return f"no heartbeat for {seconds:.1f} s" + ("" if reply["state"] == "stopped" else f": {cause}")
+    return f"no heartbeat for {rank.silent_seconds:.1f} s" + ("" if rank.state == "stopped" else f": {cause}")
 
 
 def _list(names: Collection[str]) -> str:
@@ -83,11 +79,11 @@ def _list(names: Collection[str]) -> str:
 # ---- a rank
 
 
-def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank]) -> Iterator[str]:
+def _of_rank(rank: Rank, ranks: Collection[Rank]) -> Iterator[str]:
     if rank.error:
         yield f"{rank.name}: {rank.error}"
         return
-    yield f"{rank.name}: {', '.join(_facts(reply))}"
+    yield f"{rank.name}: {', '.join(_facts(rank))}"
     groups: dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], list[Mapping[str, float]]] = {}
     threads = [thread for thread in rank.threads if thread.main or not thread.idle]
     for thread in sorted(threads, key=lambda each: (not each.main, not each.in_call, each.in_background, each.number)):
@@ -106,19 +102,18 @@ def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank]) -> I
         yield f"  it carries out {MAX_RUNNING} calls: a further one waits until one of them ends"
 
 
-def _facts(reply: Mapping[str, Any]) -> Iterator[str]:
-    state = str(reply["state"])
-    yield {"none": "no worker", "stopped": "its worker is stopped (SIGSTOP)"}.get(state, state)
-    if reply.get("generation"):
-        yield f"generation {reply['generation']}"
-    if reply.get("step"):
-        yield f"step {reply['step']}"
-    if reply.get("phase"):
-        yield f"{reply['phase']} for {reply['phase_seconds']:.1f} s"
-    if problem := silence(reply):
+def _facts(rank: Rank) -> Iterator[str]:
+    yield {"none": "no worker", "stopped": "its worker is stopped (SIGSTOP)"}.get(rank.state, rank.state)
+    if rank.generation:
+        yield f"generation {rank.generation}"
+    if rank.step:
+        yield f"step {rank.step}"
+    if rank.phase:
+        yield f"{rank.phase} for {rank.phase_seconds:.1f} s"
+    if problem := silence(rank):
         yield problem
-    if reply["note"]:
-        yield f"no stacks ({reply['note']})"
+    if rank.note:
+        yield f"no stacks ({rank.note})"
 
 
 def _name(thread: Thread, rank: Rank, ranks: Collection[Rank]) -> str:

@@ -49,7 +49,7 @@ class TraceCopies:
         with (self.folder / copy_name(self.rank, chunk.file)).open("ab" if begun else "wb") as file:
             if begun and not file.tell():  # the recording begins in the middle of the file
                 file.write(chunk.process.encode())
-            file.write(chunk.data.encode() + line("clock", *reading))
+            file.write(chunk.data.encode() + line(reading))
         self.have[chunk.file] = chunk.offset + len(chunk.data.encode())
         self.have = dict([*self.have.items()][-MAX_FILES:])  # a rank has no more
         return chunk

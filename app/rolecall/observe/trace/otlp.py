@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolecall import config, telemetry
 from rolecall.record import records
-from rolecall.record.records import Process, SpanRecord
+from rolecall.record.records import Beginning, Process, SpanRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -61,8 +61,8 @@ class Exporter:
         for text in (first, *lines.splitlines()):
             with contextlib.suppress(ValueError):
                 record = records.parse(text)
-                if isinstance(record, Process):
-                    process = record
+                if isinstance(record, Beginning):
+                    process = record.process
                 elif isinstance(record, SpanRecord) and process:
                     self._processor.on_end(self._translate(process, record))
 

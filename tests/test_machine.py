@@ -84,7 +84,8 @@ def test_where_torch_listens_other_people_are_named_in_one_line(
     monkeypatch.setattr(machine, "other_people", lambda: names)
     settings = Settings(master_addr="127.0.0.1", bind_addr="127.0.0.1")
     store.open_store(settings, generation=1, rank=0, world_size=1, port=0)
-    warnings = capfd.readouterr().err.splitlines()
+    lines = capfd.readouterr().err.splitlines()
+    warnings = [line for line in lines if "[c10d]" not in line]  # torch's own, of a machine without names
     assert len(warnings) == bool(names)
     assert all("(alice, bob, carol and 2 more)" in line and store.OTHER_USERS_DOC in line for line in warnings)
 

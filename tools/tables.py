@@ -22,14 +22,16 @@ PACKAGE = ROOT / "app" / "rolecall"
 SETTINGS, METRICS, DESIGN, RL = (ROOT / "docs" / f"{name}.md" for name in ("settings", "metrics", "design", "rl"))
 DOCTOR = ROOT / "docs" / "doctor.md"
 # lowest first: each imports those before it
+# lowest first: a file imports its own room and those before it. "" is the root package, which jobs import.
 ROOMS = (
-    "errors.py",
-    "fields.py",
-    "secret.py",
-    "machine.py",
-    "config.py",
-    "telemetry.py",
+    "errors",
     "gang",
+    "fields",
+    "secret",
+    "machine",
+    "placement",
+    "config",
+    "telemetry",
     "record",
     "declare",
     "messages",
@@ -39,15 +41,16 @@ ROOMS = (
     "weights",
     "context",
     "torch_rpc",
-    "jobs",
     "export",
+    "",
+    "jobs",
     "observe",
     "rank",
     "launch",
-    "manifests.py",
-    "new.py",
-    "completion.py",
-    "__main__.py",
+    "manifests",
+    "new",
+    "completion",
+    "__main__",
 )
 ROOMS_TABLE = re.compile(r"(<!-- rooms: .*-->\n).*(<!-- end of rooms -->)", re.DOTALL)
 CHECKS = re.compile(r"(<!-- checks: .*-->\n).*(<!-- end of checks -->)", re.DOTALL)
@@ -95,9 +98,11 @@ def table(command: str, job: str) -> list[str]:
 def rooms() -> str:
     """A table of the package's rooms and top-level files, each with the first sentence of its docstring."""
     rows = ["| `app/rolecall/` | |", "| --- | --- |"]
-    for room in ROOMS:
-        path = PACKAGE / room
-        rows.append(f"| `{room}{'/' * path.is_dir()}` | {sentence(path / '__init__.py' if path.is_dir() else path)} |")
+    for room in filter(None, ROOMS):
+        path = next(path for path in (PACKAGE / room, PACKAGE / f"{room}.py") if path.exists())
+        rows.append(
+            f"| `{path.name}{'/' * path.is_dir()}` | {sentence(path / '__init__.py' if path.is_dir() else path)} |"
+        )
         rows += [
             f"| &emsp;`{part.parent.name}/` | {sentence(part)} |" for part in sorted(path.glob("[!_]*/__init__.py"))
         ]

@@ -14,38 +14,9 @@ from pathlib import Path
 import pytest
 
 import rolecall
+from tools.tables import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
-# lowest first: a file imports its own room and those before it. "" is the root package, which jobs import.
-ROOMS = (
-    "errors",
-    "gang",
-    "fields",
-    "secret",
-    "machine",
-    "placement",
-    "config",
-    "telemetry",
-    "record",
-    "declare",
-    "messages",
-    "tunnel",
-    "wire",
-    "checkpoint",
-    "weights",
-    "context",
-    "torch_rpc",
-    "export",
-    "",
-    "jobs",
-    "observe",
-    "rank",
-    "launch",
-    "manifests",
-    "new",
-    "completion",
-    "__main__",
-)
 # the public API is imported by jobs, and by no room below it
 ROOT_IMPORTS = {"errors", "fields", "config", "telemetry", "declare", "checkpoint", "context", "torch_rpc", "wire"}
 ROOT_IMPORTS |= {"export"}

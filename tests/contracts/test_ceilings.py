@@ -23,7 +23,7 @@ ROOMS = {
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
     "rolecall/launch": 2350,
-    "rolecall/messages": 550,  # the declarations and codecs of six rooms
+    "rolecall/messages": 560,  # the declarations and codecs of six rooms
     "rolecall/observe": 650,
     "rolecall/observe/doctor": 1080,
     "rolecall/observe/page": 580,
@@ -33,12 +33,12 @@ ROOMS = {
     "rolecall/rank": 4980,
     "rolecall/record": 1340,
     "rolecall/torch_rpc": 1100,
-    "rolecall/tunnel": 2040,
+    "rolecall/tunnel": 2050,
     "rolecall/weights": 940,
     "rolecall/wire": 3010,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 49530, "bench": 9120, "tools": 2030, "docs": 47000}
+TOTALS = {"tests": 49510, "bench": 9120, "tools": 2040, "docs": 47000}
 
 
 def lines(path: Path) -> int:

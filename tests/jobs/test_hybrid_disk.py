@@ -213,7 +213,7 @@ class Gang:
             **how,
         )
         self.master = self.table.context
-        self.servers: list[TableServer] = list(self.master.transport.servers.values())
+        self.servers: list[TableServer] = list(self.master.group.transport.servers.values())
         self.step = self.master.restore({"embeddings": self.table, "step": 0})["step"]
         self.table.start(self.step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,7 +156,9 @@ def test_an_improbable_target_has_a_finite_loss() -> None:
 def test_no_logits_leave_the_ps() -> None:
     chosen, members = settings(), (Peer("ps", 0, 0), Peer("trainer", 0, 1))
     metrics = telemetry.build([*telemetry.WORKER, *METRICS], CollectorRegistry())
-    server = ModelServer(Context(chosen, Attachment(1, members[0], members), metrics))
+    context = Context(chosen, Attachment(1, members[0], members), metrics)
+    context.torch = SimpleNamespace(mapped=())
+    server = ModelServer(context)
     server.embedding, server.decoder = model.Embedding(chosen, 50), model.Decoder(chosen, 50)
     tokens, hidden = torch.randint(50, (7, 4)), torch.randn(7, 4, 5, requires_grad=True)
     assert server.embed(tokens).shape == (7, 4, 6)

@@ -1,4 +1,6 @@
-"""Messages. Heartbeats and answers, which the gang itself makes, are declared in gang/protocol.py; all share a codec.
+"""What the processes of the engine send each other, and the codec of it.
+
+Heartbeats and answers, which the gang itself makes, are declared in gang/protocol.py.
 
 codec.py    Encodes and decodes every message, as MessagePack or as a line of JSON
 control.py  Requests to the control socket of `rolecall run`, and its replies

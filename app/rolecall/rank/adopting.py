@@ -20,7 +20,6 @@ from rolecall.rank import descendants
 _fork_server = os.getpid()
 for _number in (signal.SIGINT, signal.SIGTERM):  # a terminal and a job manager signal all processes of a rank
     signal.signal(_number, signal.SIG_IGN)  # the supervisor ends this one
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # this process began with it blocked
 machine.name_part("fork-server")
 
 

@@ -84,7 +84,7 @@ def begin(kind: Kind, imported: bool = False, withheld: Sequence[int] = ()) -> N
     # torch warns of every peer that ends; and `set_num_threads` affects the calling thread, not RPC's threads
     config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
     try:
-        with _shielded(kind.isolated):
+        with _shielded() if kind.isolated else contextlib.nullcontext():
             if imported:
                 start_as_fork(kind.preload, withheld)
             else:
@@ -94,18 +94,17 @@ def begin(kind: Kind, imported: bool = False, withheld: Sequence[int] = ()) -> N
 
 
 @contextlib.contextmanager
-def _shielded(isolated: bool) -> Iterator[None]:
-    """Within the block, a fork server that starts takes no SIGINT before it ignores that. The path of an isolated one
-    does not begin with the working directory: it goes by the variable, and in later releases of Python by the path of
-    this process.
+def _shielded() -> Iterator[None]:
+    """Within the block, an isolated fork server that starts takes no SIGINT before it ignores that, and its path does
+    not begin with the working directory: it goes by the variable, and in later releases of Python by this one's path.
     """
     resource_tracker.ensure_running()  # before the fork server, which unblocks SIGINT once it ignores it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    here = isolated and not sys.flags.safe_path and sys.path[:1] in ([""], [str(Path.cwd())])
+    here = not sys.flags.safe_path and sys.path[:1] in ([""], [str(Path.cwd())])
     first = sys.path[:1] if here else []
     del sys.path[: len(first)]
     try:
-        with config.exported_for_a_moment(**({"PYTHONSAFEPATH": "1"} if isolated else {})):
+        with config.exported_for_a_moment(PYTHONSAFEPATH="1"):
             yield
     finally:
         sys.path[:0] = first
@@ -239,7 +238,7 @@ def _limit(limit: float, answered: threading.Event, late: threading.Event) -> No
 def _require(kind: Kind) -> None:
     """Starts the fork server unless it runs. Raises OSError if that is not possible, or if it has retired."""
     if not kind.retired:
-        with _shielded(kind.isolated):
+        with _shielded() if kind.isolated else contextlib.nullcontext():
             ensure_running(kind.preload)
     if kind.retired:  # meanwhile, too
         signal_server(signal.SIGKILL)

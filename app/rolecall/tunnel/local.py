@@ -30,6 +30,7 @@ from rolecall.messages.tunnel import (
 from rolecall.tunnel.loop import Loop
 
 MAX_REQUEST_BYTES = 4096
+CREDENTIALS = struct.Struct("3i")  # struct ucred of sys/socket.h
 LOOPBACK = "127.0.0.1"
 MAPPED = f"{0:016X}{0xFFFF0000:08X}"  # what the kernel's table writes before an IPv4 address of an IPv6 socket
 SOCK_DIAG, DIAG_BY_FAMILY = 4, 20  # linux/netlink.h, linux/sock_diag.h
@@ -179,12 +180,17 @@ def loopback_listener(below: int = 0, digits: int = 0) -> socket.socket:
     raise OSError("no free loopback port")
 
 
+def process_at(connection: socket.socket) -> tuple[int, int]:
+    """The process at the other end of a Unix socket, and its user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, user, _ = CREDENTIALS.unpack(credentials)
+    return int(pid), int(user)
+
+
 def same_user(connection: socket.socket) -> bool:
     """Whether the other end of a connection of this machine is a process of this user."""
     if connection.family == socket.AF_UNIX:
-        size = struct.calcsize("3i")
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+        return process_at(connection)[1] == os.getuid()
     try:
         theirs, ours = connection.getpeername(), connection.getsockname()
     except OSError:

@@ -27,7 +27,7 @@ from rolecall.messages.tunnel import Certificate
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.client import TunnelClient
 from rolecall.tunnel.dial import connect, set_keepalive
-from rolecall.tunnel.local import same_user, unix_listener
+from rolecall.tunnel.local import process_at, same_user, unix_listener
 from rolecall.tunnel.tickets import preamble
 from rolecall.wire import memory
 from rolecall.wire.link import Sockets
@@ -153,11 +153,11 @@ def _probe() -> Probe:
 
 def _reads(sock: socket.socket, probe: Probe | None) -> int:
     """The process at the other end of a Unix socket, if this one may read its memory; otherwise 0."""
-    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if probe is None or not probe.content:
         return 0
+    pid, _ = process_at(sock)
     region = Region(probe.address, len(probe.content))
-    return int(pid) if memory.may_read(pid, region, probe.content) else 0
+    return pid if memory.may_read(pid, region, probe.content) else 0
 
 
 class Tls:

@@ -55,7 +55,8 @@ def play_each(groups: list[range], count: int, play: Play[T]) -> Generator[tuple
                     raise message
                 if message is None:
                     process.join(STOP_SECONDS)
-                    _stop([running.pop(receiver)])
+                    _stop([process])
+                    del running[receiver]  # an interrupt before this line finds it
                 else:
                     yield message
     finally:

@@ -106,11 +106,11 @@ class Rank:
 
 
 class Handle:
-    """One worker's process and its life, without a manager. `changed` is called whenever its status changes."""
+    """One worker's process and its life, without a manager."""
 
-    def __init__(self, task: Task, changed: Callable[[], object] = lambda: None, limit: float = 60) -> None:
+    def __init__(self, task: Task, limit: float = 60) -> None:
         self.ended = asyncio.Event()
-        self._task, self._changed, self._limit = task, changed, limit
+        self._task, self._limit = task, limit
         self.core = RankWorkers(
             task.role, Times(6, 1800), spares=lambda _: SpareRules(0, 1), attachment_of=lambda _: _part(task)
         )
@@ -120,8 +120,12 @@ class Handle:
         """Returns once its process exists, or it has ended."""
         directive = Directive("run", self._task.ordinal, 1, role=self._task.role)
         self._perform(self.core.carry_out(Action("start", directive), 0))
+        await self.until(lambda: self.life.exists or not self.life.alive)
+
+    async def until(self, true: Callable[[], object]) -> None:
+        """Waits until it is `true`."""
         async with asyncio.timeout(DEADLINE):
-            while not self.life.exists and self.life.alive:  # noqa: ASYNC110
+            while not true():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
     @property
@@ -139,8 +143,6 @@ class Handle:
                     self.process = WorkerProcess(number, self._task, self.core, self._perform)
                 case Do(_, order):
                     self.process.do(order, self._limit)
-        if batch.changed:
-            self._changed()
         if not self.life.alive:
             self.ended.set()
 

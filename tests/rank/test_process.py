@@ -113,10 +113,9 @@ def test_children_of_a_worker_end_with_it(monkeypatch: pytest.MonkeyPatch, numbe
     monkeypatch.setattr(worker_process, "_run", starts_others)
 
     async def play() -> list[int]:
-        heard = asyncio.Event()
-        worker = Handle(TASK, heard.set)
+        worker = Handle(TASK)
         await worker.start()
-        await asyncio.wait_for(heard.wait(), 30)
+        await worker.until(lambda: worker.life.summary)
         pids: list[int] = worker.life.status().summary["pids"]
         assert all(map(psutil.pid_exists, pids))
         os.kill(worker.process.pid, number)
@@ -132,10 +131,9 @@ def test_what_other_workers_have_started_is_spared(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(worker_process, "_run", starts_others_beside_others)
 
     async def begin() -> Handle:
-        heard = asyncio.Event()
-        worker = Handle(replace(TASK, settings=Settings(job="rl", spares=1)), heard.set)
+        worker = Handle(replace(TASK, settings=Settings(job="rl", spares=1)))
         await worker.start()
-        await asyncio.wait_for(heard.wait(), 30)
+        await worker.until(lambda: worker.life.summary)
         return worker
 
     async def end(worker: Handle) -> None:
@@ -161,11 +159,10 @@ from rolecall.rank import worker_process
 from tests.rank import managed, test_process
 
 async def play():
-    heard = asyncio.Event()
     worker_process._run = test_process.starts_others
-    worker = managed.Handle(test_process.TASK, heard.set)
+    worker = managed.Handle(test_process.TASK)
     await worker.start()
-    await heard.wait()
+    await worker.until(lambda: worker.life.summary)
     os.kill(worker.process.pid, signal.SIGSTOP)
     print(worker.process.pid, *worker.life.status().summary["pids"], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -289,10 +286,9 @@ def test_stacks_of_a_hanging_worker_are_logged(
     monkeypatch.setattr(worker_process, "_run", run)
 
     async def play() -> WorkerStatus:
-        heard = asyncio.Event()
-        worker = Handle(replace(TASK, stacks=str(tmp_path / "stacks")), heard.set)
+        worker = Handle(replace(TASK, stacks=str(tmp_path / "stacks")))
         await worker.start()
-        await asyncio.wait_for(heard.wait(), 30)
+        await worker.until(lambda: worker.life.step)
         if outcome == "silent":
             worker.kill("silent")
             worker.kill("silent")  # the next look

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "app" / "rolecall"
 SETTINGS, METRICS, DESIGN, RL = (ROOT / "docs" / f"{name}.md" for name in ("settings", "metrics", "design", "rl"))
 DOCTOR = ROOT / "docs" / "doctor.md"
-# lowest first: each imports those before it
 # lowest first: a file imports its own room and those before it. "" is the root package, which jobs import.
 ROOMS = (
     "errors",

@@ -186,7 +186,7 @@ def test_a_job_finishes_with_a_checkpoint_and_a_summary(
     context.start(0)
     clock.now += 3
     summary = context.finish("Finished: well", step=9, state={"x": 1}, accuracy=0.5)
-    assert summary == {"accuracy": 0.5, "seconds": 3, "saved": True} == context.finished
+    assert summary == {"accuracy": 0.5, "seconds": 3, "saved": True} == context._finished
     assert context.step == 9
     assert (logged[-1]["event"], logged[-1]["steps"], logged[-1]["seconds"]) == ("Finished: well", 9, 3)
     assert [read(path, "rl").state["x"] for path in tmp_path.glob("checkpoint-*")] == [1]
@@ -232,7 +232,7 @@ def test_a_function_that_returns_because_of_a_drain_has_not_finished(
     with pytest.raises(Drained):
         training.summary_of(context, None)
     assert [read(path, "rl").state["x"] for path in tmp_path.glob("checkpoint-*")] == [2] * restores
-    assert context.finished is None
+    assert context._finished is None
 
 
 def test_a_function_that_is_ready_before_a_drain_or_finishes_in_it_has_finished(

@@ -11,9 +11,9 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 # lines of Python in each folder; a comment says why one was raised
 ROOMS = {
     "rolecall": 1980,
-    "rolecall/checkpoint": 1990,
+    "rolecall/checkpoint": 2000,
     "rolecall/context": 2870,
-    "rolecall/declare": 1420,
+    "rolecall/declare": 1460,
     "rolecall/export": 910,
     "rolecall/gang": 1990,
     "rolecall/jobs": 90,

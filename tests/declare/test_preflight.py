@@ -70,6 +70,8 @@ def look(line: str) -> None:
         ("list(context.call_each(Tally.add))", "Tally.add(self, n, *, twice=False): missing a required argument: 'n'"),
         ("context.call_any(Tally.add, 1, 2)", "Tally.add(self, n, *, twice=False): too many positional arguments"),
         ("context.call(other, Tally.add, 1, no=2)", "Tally.add(self, n, *, twice=False): got an unexpected keyword"),
+        ("context.call_all(lambda: 1)", "<lambda> is no method of a role's class"),
+        ("context.options(lost='skip').call_any(change)", "change is no method of a role's class"),
         ("other.options(lost='skip').call_all(Tally.add)", "Tally.add(self, n, *, twice=False): missing a required"),
     ],
 )
@@ -97,6 +99,7 @@ def test_annotations_may_name_what_is_not_imported(monkeypatch: pytest.MonkeyPat
         "context.call_all(*(lambda: 1,))",
         "context.call_all(Changed.add)",
         "other.call_all(Other.work)",
+        "other.call_all(lambda: 1)",
         "Tally = other; context.call_all(Tally.add)",
     ],
 )

@@ -31,6 +31,7 @@ except ValueError:
 print(json.dumps({
     "late": module.late(), "inside": module.folder.inside.VALUE, "trace": trace, "file": module.__file__,
     "name": pickle.loads(pickle.dumps(module.late)).__module__, "changed": sources.changed(),
+    "named": sources.changed("notes:VALUE"),
     "bytes": len(sources.content(module.__file__ and __import__("pathlib").Path(module.__file__))),
 }))
 """
@@ -40,7 +41,7 @@ def write(folder: Path, value: str) -> Path:
     package = folder / "folder"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").write_text("")
-    for module in (*(folder / f"{name}.py" for name in ("beside", "later")), package / "inside.py"):
+    for module in (*(folder / f"{name}.py" for name in ("beside", "later", "notes")), package / "inside.py"):
         module.write_text(f"VALUE = {value}\n")
     (folder / "program.py").write_text(FILE)
     return folder / "program.py"
@@ -64,6 +65,7 @@ def test_all_processes_of_a_job_import_the_source_that_was_taken(
     assert (got["late"], got["inside"], got["name"], got["file"]) == ("old", "old", "program", str(file))
     assert "raise ValueError(beside.VALUE)  # the old line" in got["trace"]
     assert {Path(path).name for path in got["changed"]} == {"program.py", "beside.py", "later.py", "inside.py"}
+    assert {*got["named"]} - {*got["changed"]} == {str(tmp_path / "notes.py")}  # which no module imports
     assert got["bytes"] == len(FILE)
     assert not config.exported(config.SOURCES)
 
@@ -71,7 +73,7 @@ def test_all_processes_of_a_job_import_the_source_that_was_taken(
 def test_what_is_taken_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path, "1")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    names = {"program.py", "beside.py", "later.py", "folder/__init__.py", "folder/inside.py"}
+    names = {"program.py", "beside.py", "later.py", "notes.py", "folder/__init__.py", "folder/inside.py"}
     assert {str(Path(path).relative_to(tmp_path)) for path in registry.sources_of(str(file))} == names
     assert {Path(path).name for path in registry.sources_of("folder.inside:JOB")} == {"__init__.py", "inside.py"}
     assert registry.sources_of("rl") == registry.sources_of("json.decoder") == registry.sources_of("no.such") == {}

@@ -114,7 +114,9 @@ class Sharded:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state beside the members' files."""
+        """Restores the state beside the members' files. Raises UsageError for a whole one, of an earlier version."""
+        if state:
+            raise UsageError(f"{self.name}: is a checkpoint of an earlier version; finish the run with that version")
 
     # ---- calls
 

@@ -35,10 +35,10 @@ class Training:
     """State, steps and log of one worker. Only rank 0 has a `saver`; the other ranks forward what they log to it."""
 
     def __init__(self, group: Group, progress: Progress, saver: Saver | None) -> None:
-        self.group, self.progress, self.saver = group, progress, saver
+        self.group, self.progress, self._saver = group, progress, saver
         self.settings, self.job, self.logger = group.settings, group.job, telemetry.log()
         self.watchdog, self.supervision = group.watchdog, group.supervision
-        self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
+        self._finished: dict[str, Any] | None = None  # the summary, once `finish` was called
         self._step = 0
         self._saw_drain = False  # the role's function was told of the drain
         self._layout = group.job.layout if group.job else 1
@@ -52,9 +52,9 @@ class Training:
 
     def require_saver(self) -> Saver:
         """Writes and reads the run's checkpoints. Raises UsageError at another rank than rank 0."""
-        if self.saver is None:
+        if self._saver is None:
             raise UsageError("only rank 0 reads and writes checkpoints")
-        return self.saver
+        return self._saver
 
     @property
     def _step_of_state(self) -> int:
@@ -333,8 +333,8 @@ class Training:
         self.logger.info(message, steps=step, seconds=round(seconds, 1))
         known = {"seconds": seconds, **({} if saved is None else {"saved": saved})}
         lost = {rundir.CHECKPOINT_LOST: True} if saved is False else {}
-        self._step, self.finished = step, {**known, **result_of(summary), **lost}
-        return self.finished
+        self._step, self._finished = step, {**known, **result_of(summary), **lost}
+        return self._finished
 
     def _write_last(self, step: int, state: State | None) -> bool | None:
         """Writes the last checkpoint, if there is a state. No later one makes up for it, so it is tried several times.
@@ -352,11 +352,11 @@ class Training:
 def summary_of(training: Training, returned: Any) -> dict[str, Any]:
     """The summary of rank 0's function, which has `returned` that. Raises `Drained`, with the last checkpoint written,
     if it did so because of a drain, and UsageError for what no summary can hold."""
-    if training._saw_drain and training.finished is None:
+    if training._saw_drain and training._finished is None:
         training._record_start(training.step)
         training._write_last(training._step_of_state, None)
         raise Drained(training.step)
-    finished = training.finished or training.finish()
+    finished = training._finished or training.finish()
     if returned is not None and not isinstance(returned, Mapping):
         raise UsageError(f"rank 0's function returns a {type(returned).__name__}; return a dict, or nothing")
     return {**finished, **result_of(returned or {})}

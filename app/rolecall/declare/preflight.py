@@ -1,5 +1,6 @@
 """What the text of a user's file tells of calls, which may be made late in a run: a call of a method of a role's class
-that is not remote, is not there, or does not take the arguments. It says nothing if it cannot be certain.
+that is not remote, is not there, or does not take the arguments, or of a function that is no method. It says nothing if
+it cannot be certain.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 from rolecall.declare import loader, sources
-from rolecall.declare.remote import require_remote
+from rolecall.declare.remote import remote_of, require_remote
 from rolecall.declare.spec import Job
 from rolecall.errors import UsageError
 
@@ -38,14 +39,33 @@ def _check(tree: ast.Module, module: ModuleType, kinds: set[type]) -> None:
             continue
         at = CALLS.get(call.func.attr, len(call.args))
         match call.args[at : at + 1]:
+            case [ast.Lambda() | ast.Name() as given] if _is_context(call.func.value):
+                name = given.id if isinstance(given, ast.Name) else "<lambda>"
+                value = vars(module).get(name)
+                is_function = isinstance(value, FunctionType) and remote_of(value) is None and bound[name] == 1
+                if isinstance(given, ast.Lambda) or is_function:
+                    raise _at(module, given, f"{name} is no method of a role's class")
             case [ast.Attribute(ast.Name(name), method)] if bound[name] == 1:  # elsewhere it could be something else
                 kind = vars(module).get(name)
                 if isinstance(kind, type) and kind in kinds:
                     try:
                         _check_call(call, kind, method, at + 1)
                     except UsageError as error:
-                        path = loader.shown(Path(str(module.__file__)))
-                        raise UsageError(f"{path}:{call.args[at].lineno}: {error}") from None
+                        raise _at(module, call.args[at], error) from None
+
+
+def _at(module: ModuleType, node: ast.expr, problem: object) -> UsageError:
+    return UsageError(f"{loader.shown(Path(str(module.__file__)))}:{node.lineno}: {problem}")
+
+
+def _is_context(value: ast.expr) -> bool:
+    """Whether `value` is called a context, perhaps with options."""
+    match value:
+        case ast.Name("context") | ast.Attribute(attr="context"):
+            return True
+        case ast.Call(ast.Attribute(inner, "options")):
+            return _is_context(inner)
+    return False
 
 
 def _check_call(call: ast.Call, kind: type, name: str, at: int) -> None:

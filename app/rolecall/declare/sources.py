@@ -14,6 +14,7 @@ import importlib.util
 import json
 import linecache
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from rolecall.errors import UsageError
 MOST_FILES = 2000  # of one job; more lie in a folder that is not the job's alone, and are read when they are imported
 MOST_BYTES = 32 * 2**20
 PREFIX = "rolecall-source-"  # of a file that is passed on, in the temporary folder; its process has it locked
+WORD = re.compile(rb"\w+")
 Sources = dict[str, bytes]  # by path
 
 
@@ -109,9 +111,27 @@ def spec_of(name: str, path: Path) -> ModuleSpec | None:
     return importlib.util.spec_from_file_location(name, path, loader=loader)
 
 
-def changed() -> list[str]:
-    """The files that have changed on disk since they were taken."""
-    return [path for path, content in taken().items() if _differs(Path(path), content)]
+def changed(named: str = "") -> list[str]:
+    """The job's files that have changed on disk since they were taken, but for those that it does not use, as far as
+    its words say: no file that it uses, nor `named`, has the name of their module."""
+    files = [path for path, content in taken().items() if _differs(Path(path), content)]
+    used = _used(named) if files else set[str]()
+    return [path for path in files if path in used]
+
+
+def _used(named: str) -> set[str]:
+    """What was taken of the files that the first one, the job's, uses."""
+    used, words = set[str](), {*WORD.findall(named.encode())}
+    files = [*taken()][:1]
+    while files:
+        used |= {*files}
+        words |= {word for path in files for word in WORD.findall(taken()[path])}
+        files = [path for path in taken() if path not in used and _module(Path(path)).encode() in words]
+    return used
+
+
+def _module(path: Path) -> str:
+    return path.parent.name if path.name == "__init__.py" else path.stem
 
 
 def _differs(path: Path, content: bytes) -> bool:

@@ -204,8 +204,9 @@ def start(process: Any, limit: float, kind: Kind = _of_workers) -> None:
     """
     global _forked
     answered, late = threading.Event(), threading.Event()
-    threading.Thread(target=_limit, args=(limit, answered, late), daemon=True).start()
     with lock:
+        # not before: another start, with a deadline of its own, may have the lock until then
+        threading.Thread(target=_limit, args=(limit, answered, late), daemon=True).start()
         try:
             _require(kind)
             process.start()  # waits for the imports
@@ -220,7 +221,8 @@ def start(process: Any, limit: float, kind: Kind = _of_workers) -> None:
             raise ForkError(problem, number == signal.SIGKILL) from error
         finally:
             answered.set()
-        _workers.add(process.pid)
+        if kind is _of_workers:
+            _workers.add(process.pid)
         _forked = server_pid()
 
 

@@ -299,7 +299,7 @@ class WorkerManager:
 
     def _warn_of_changes(self) -> None:
         """Logs once that the job's source has changed on disk."""
-        if not self._warned and (files := sources.changed()):
+        if not self._warned and (files := sources.changed(str(self.job.settings))):
             self._warned = True
             self.log.warning(
                 "the job's source has changed; this run keeps the one that it was started with. Stop and "

@@ -26,7 +26,7 @@ def listen(settings: Settings, *, plain: bool = False) -> socket.socket:
         end = time.monotonic() + settings.connect_timeout / 2  # shorter than the others' wait for rank 0
     while True:
         try:
-            if not where and socket.has_dualstack_ipv6():
+            if not where and not plain and socket.has_dualstack_ipv6():
                 return socket.create_server(("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
             family, _, _, _, address = socket.getaddrinfo(where or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
             return socket.create_server(address, family=family, backlog=BACKLOG)

@@ -52,6 +52,7 @@ MESSAGES: dict[str, Any] = {
     "stuck": messages.Stuck,
     "result": messages.Result,
 }
+MEMBERS = (("lead", 0), ("worker", 1), ("worker", 2))
 QUIET = {"rows", "long_calls", "summary"}  # what is printed of no message
 
 
@@ -61,11 +62,6 @@ def value_of(text: str) -> Any:
 
 def options(words: list[str]) -> dict[str, Any]:
     return {name: value_of(value.replace("_", " ")) for name, _, value in (word.partition("=") for word in words)}
-
-
-def attachment_of(directive: Directive) -> Attachment:
-    me = Peer(directive.role, directive.ordinal, int(directive.role != "lead"), directive.join)
-    return Attachment(directive.generation, me, (me,))
 
 
 def shown(effect: Any) -> str:
@@ -122,13 +118,11 @@ class World:
         numbers = {"spares": 0, "lease": 6, "phase_timeout": 1800} | options([*words])
         spares = numbers.pop("spares")
         times, rules = Times(numbers["lease"], numbers["phase_timeout"]), SpareRules(spares, pause=1)
-        self.workers = RankWorkers(
-            "" if role == "-" else role, times, spares=lambda _: rules, attachment_of=attachment_of
-        )
+        self.workers = RankWorkers("" if role == "-" else role, times, spares=lambda _: rules)
         self.status = "none in 0/0"
 
     def _do(self, kind: Any, directive: Any, *words: str) -> Batch:
-        fields = {"role": "worker", "ordinal": 1, "epoch": 1} | options([*words])
+        fields = {"role": "worker", "ordinal": 1, "epoch": 1, "members": MEMBERS} | options([*words])
         return self.workers.carry_out(Action(kind, Directive(kind=directive, **fields)), self.now)
 
     def _check(self, role: str = "") -> Batch:

@@ -11,7 +11,7 @@ from typing import Any
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
-from rolecall.declare.task import Attachment, Task
+from rolecall.declare.task import Task
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import ActionKind, Directive
 from rolecall.life.process import WorkerLife
@@ -111,14 +111,13 @@ class Handle:
     def __init__(self, task: Task, limit: float = 60) -> None:
         self.ended = asyncio.Event()
         self._task, self._limit = task, limit
-        self.core = RankWorkers(
-            task.role, Times(6, 1800), spares=lambda _: SpareRules(0, 1), attachment_of=lambda _: _part(task)
-        )
+        self.core = RankWorkers(task.role, Times(6, 1800), spares=lambda _: SpareRules(0, 1))
         self.process: WorkerProcess
 
     async def start(self) -> None:
         """Returns once its process exists, or it has ended."""
-        directive = Directive("run", self._task.ordinal, 1, role=self._task.role)
+        members = ((self._task.role, self._task.ordinal),)
+        directive = Directive("run", self._task.ordinal, 1, members=members, role=self._task.role)
         self._perform(self.core.carry_out(Action("start", directive), 0))
         await self.until(lambda: self.life.exists or not self.life.alive)
 
@@ -145,8 +144,3 @@ class Handle:
                     self.process.do(order, self._limit)
         if not self.life.alive:
             self.ended.set()
-
-
-def _part(task: Task) -> Attachment:
-    assert task.attachment
-    return task.attachment

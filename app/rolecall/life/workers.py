@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rolecall.declare.task import Attachment
+from rolecall.declare.task import Attachment, Peer
+from rolecall.errors import UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, OVER, Directive, Key, Outcome, WorkerStatus
+from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, OVER, Directive, Key, Outcome, WorkerStatus, name_of
 from rolecall.life import process
 from rolecall.life.process import Exit, WorkerLife
 from rolecall.messages.worker import FromWorker
@@ -144,7 +145,7 @@ class Batch:
 
 class RankWorkers:
     """The workers of a rank with `role`, which is empty if the gang assigns one. Unless it is rank 0, it keeps spares
-    by the rules `spares(role)`. `attachment_of` is the part in a generation that a directive gives this rank."""
+    by the rules `spares(role)`."""
 
     def __init__(
         self,
@@ -152,13 +153,12 @@ class RankWorkers:
         times: Times,
         *,
         spares: Callable[[str], SpareRules],
-        attachment_of: Callable[[Directive], Attachment],
     ) -> None:
         self.role, self.times = role, times
         self.lives: dict[int, WorkerLife] = {}  # the rank's own, and those that have not ended
         self.current: int | None = None  # the rank's own
         self.spares: list[int] = []  # that have not ended
-        self._spare_rules, self._attachment_of = spares, attachment_of
+        self._spare_rules = spares
         self._place: Key | None = None  # of the spares
         self._spare_failures, self._spare_at = 0, -math.inf  # in a row; when the next one may load
         self._closed = False
@@ -225,11 +225,11 @@ class RankWorkers:
             case "end":
                 self._end_current(now)
             case "start":
-                self._start(directive, self._attachment_of(directive), now)
+                self._start(directive, attachment_of(directive), now)
             case "load":
                 self._start(directive, None, now)
             case "attach" if self.current is not None:
-                self._attach(self.current, self._attachment_of(directive), now)
+                self._attach(self.current, attachment_of(directive), now)
             case "detach":
                 self._detach(now + self.times.lease)  # as long as a worker may be silent
             case "update":
@@ -287,7 +287,7 @@ class RankWorkers:
         if worker is None or current is None:
             return
         if directive.kind == "run" and worker.attached:
-            self._do(current, worker.update(self._attachment_of(directive), drain=directive.drain))
+            self._do(current, worker.update(attachment_of(directive), drain=directive.drain))
         elif directive.kind == "load" and worker.alive:
             self._do(current, worker.relabel(directive.generation, directive.join))
 
@@ -489,3 +489,17 @@ class RankWorkers:
     @property
     def _loading_spare(self) -> bool:
         return any(self.lives[number].state == "loading" for number in self.spares)
+
+
+def attachment_of(directive: Directive) -> Attachment:
+    """The part in a generation that `directive` gives its member. Raises UsageError if it is no member."""
+    place, numbers = (directive.role, directive.ordinal), {(role, ordinal): n for role, ordinal, n in directive.joined}
+    members = tuple(Peer(*key, rank, numbers.get(key, 0)) for rank, key in enumerate(directive.members))
+    me = next((peer for peer in members if (peer.role, peer.ordinal) == place), None)
+    if me is None:
+        problem = f"rank 0 assigns {name_of(place)}, who is no member of generation {directive.generation}"
+        raise UsageError(f"{problem}; run the same version of Rolecall in every rank")
+    me = replace(me, join=directive.join)
+    members = tuple(me if peer.rank == me.rank else peer for peer in members)
+    lost = tuple(peer.name for peer in members if (peer.role, peer.ordinal) in directive.lost)
+    return Attachment(directive.generation, me, members, lost)

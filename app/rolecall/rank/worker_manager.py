@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import sources
 from rolecall.declare.describe import Description
-from rolecall.declare.task import Attachment, Peer, Task
+from rolecall.declare.task import Task
 from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import Directive, Outcome, RoleSpec, WorkerStatus, name_of
+from rolecall.gang.protocol import Outcome, RoleSpec, WorkerStatus
 from rolecall.life import workers as life
 from rolecall.life.process import Record, Send
 from rolecall.life.workers import Batch, RankWorkers, SpareRules, Times
@@ -56,7 +55,7 @@ class WorkerManager:
         self.log = telemetry.log()
         self.recordings = Recordings(files.directory, lambda: self.worker)
         times = Times(settings.lease_seconds, settings.phase_timeout)
-        self.core = RankWorkers(role, times, spares=self._spares_of, attachment_of=_attachment)
+        self.core = RankWorkers(role, times, spares=self._spares_of)
         self._role = role
         self._processes = dict[int, WorkerProcess]()
         self.journal: Journal | None = None  # of rank 0, once it has started
@@ -318,17 +317,3 @@ class WorkerManager:
             generation=worker.life.generation,
             **telemetry.cause(worker.life.error),
         )
-
-
-def _attachment(directive: Directive) -> Attachment:
-    """The part in a generation that `directive` gives its member. Raises UsageError if it is no member."""
-    place, numbers = (directive.role, directive.ordinal), {(role, ordinal): n for role, ordinal, n in directive.joined}
-    members = tuple(Peer(*key, rank, numbers.get(key, 0)) for rank, key in enumerate(directive.members))
-    me = next((peer for peer in members if (peer.role, peer.ordinal) == place), None)
-    if me is None:
-        problem = f"rank 0 assigns {name_of(place)}, who is no member of generation {directive.generation}"
-        raise UsageError(f"{problem}; run the same version of Rolecall in every rank")
-    me = replace(me, join=directive.join)
-    members = tuple(me if peer.rank == me.rank else peer for peer in members)
-    lost = tuple(peer.name for peer in members if (peer.role, peer.ordinal) in directive.lost)
-    return Attachment(directive.generation, me, members, lost)

@@ -28,6 +28,7 @@ from rolecall.declare.remote import find, remote
 from rolecall.declare.task import Attachment
 from rolecall.errors import Drained, PeerLostError, RemoteError
 from rolecall.record import rundir
+from rolecall.record.rundir import Persisted
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
 
@@ -370,6 +371,17 @@ def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(tmp_path: Pa
         "checkpoint-000001-0000000007",
         "checkpoint-000002-0000000009",
     }
+
+
+def test_a_writer_of_an_ended_generation_deletes_nothing_of_the_next_one(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 1)
+    gang.save(7)
+    rundir.write_generation(tmp_path, Persisted(2, "pi", ()))
+    unfinished = tmp_path / rundir.SHARDS / "checkpoint-000002-0000000008"
+    unfinished.mkdir()
+    with pytest.raises(checkpoint.CheckpointError, match=r"^generation 1 is over \(now 2\): nothing written$"):
+        gang.model.begin(9)
+    assert {path.name for path in unfinished.parent.iterdir()} == {"checkpoint-000001-0000000007", unfinished.name}
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

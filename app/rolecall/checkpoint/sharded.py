@@ -52,6 +52,7 @@ class Sharded:
             return  # such as at the end of a run, right after a checkpoint
         self._collected = None
         stem, self._step = self.checkpoints.stem(step), None
+        self.checkpoints.require_current()  # a newer generation's unfinished shards are not this one's to delete
         kept = tuple(path.stem for path in self.checkpoints.files())
         rundir.prune_shards(self.checkpoints.directory, {*kept, stem})
         folder = self.checkpoints.directory / rundir.SHARDS / stem

@@ -384,6 +384,22 @@ def test_a_writer_of_an_ended_generation_deletes_nothing_of_the_next_one(tmp_pat
     assert {path.name for path in unfinished.parent.iterdir()} == {"checkpoint-000001-0000000007", unfinished.name}
 
 
+def test_shards_of_checkpoints_that_were_moved_away_stay(tmp_path: Path) -> None:
+    gang, backup = Gang(tmp_path, 1), tmp_path / "backup"
+    gang.save(7)
+    gang.save(8)
+    saved = files(tmp_path)
+    backup.mkdir()
+    for path in checkpoint.newest_first(tmp_path):
+        path.rename(backup / path.name)
+    anew = Gang(tmp_path, 1, generation=2)
+    anew.restore()
+    for step in range(1, 5):
+        anew.save(step)
+    assert set(saved) < set(files(tmp_path))
+    assert len(files(tmp_path)) == 2 + 3
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     gang = Gang(tmp_path, 2)
     for step in range(1, 7):

@@ -212,12 +212,14 @@ class Checkpoints:
             files = self.files()
             kept = [file for file in files if file not in self._bad][: self.keep]  # an unreadable one is no spare
             unfinished = self.directory.glob(".checkpoint-*.tmp")  # of writers that were killed: there is one at a time
+            dropped = list[str]()
             for old in (*files[files.index(kept[-1]) + 1 :], *unfinished):
                 try:
                     old.unlink(missing_ok=True)
+                    dropped.append(old.stem)
                 except OSError as error:
                     self._complain(f"{old.name} cannot be deleted: {error.strerror}")
-            prune_shards(self.directory, {file.stem for file in self.files()})
+            prune_shards(self.directory, {file.stem for file in self.files()}, dropped)
             return path
 
 

@@ -447,6 +447,42 @@ def test_a_member_whose_disk_hangs_fails_the_checkpoint_after_a_while(
         collecting.result(30)
 
 
+def test_an_attempt_that_writes_late_leaves_the_next_ones_files_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gang, write = Gang(tmp_path, 1), shards.shardfile.write_piece
+    goes_on, late = threading.Event(), threading.Event()
+
+    def slow(path: Path, place: int, data: Tensor) -> None:
+        monkeypatch.setattr(shards.shardfile, "write_piece", write)
+        assert goes_on.wait(60)
+        write(path, place, data)
+        late.set()
+
+    monkeypatch.setattr(shards.shardfile, "write_piece", slow)
+    gang.model.begin(8)
+    gang.calls.lost = "ps_0"
+    with pytest.raises(checkpoint.CheckpointError):
+        gang.model.collect(8)
+    gang.calls.lost = ""
+    gang.fill(1)
+    gang.save(8)
+    goes_on.set()
+    assert late.wait(60)
+    whole = Checkpoints(tmp_path, "pi").newest()
+    assert whole is not None
+    assert torch.equal(whole.state["model"]["weight"], gang.whole)
+
+
+def test_an_attempt_has_the_room_of_the_one_before(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 1)
+    for _ in range(3):
+        gang.model.begin(8)
+        gang.model.collect(8)  # and no manifest
+        gang.fill(1)
+    assert [file.name for file in files(tmp_path)] == ["model-ps_0.2.safetensors"]
+
+
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     gang = Gang(tmp_path, 2)
     (tmp_path / rundir.SHARDS).write_text("in the way")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +31,7 @@ class Sharded:
         self.checkpoints: Checkpoints = context.require_saver().checkpoints
         self.settings: Settings = context.settings
         self._step: int | None = None  # of the newest order
+        self._attempts = dict[str, int]()  # earlier orders of the newest checkpoint, by its name
         self._collected: tuple[int, Written] | None = None  # the newest, of all members
         self.restored = False
 
@@ -58,9 +60,20 @@ class Sharded:
         folder = self.checkpoints.directory / rundir.SHARDS / stem
         try:
             folder.mkdir(parents=True, exist_ok=True)  # members that see it write to it
+            if stem not in kept:  # what an attempt that failed has left takes room
+                for file in folder.glob(f"{glob.escape(self.name)}-{self.role}_*"):
+                    file.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"{stem} cannot be written to {folder.parent}: {error.strerror}") from error
-        order = Order(step, stem, self.context.generation, kept, drain=self.context.draining)
+        self._attempts = {stem: self._attempts.get(stem, -1) + 1}
+        order = Order(
+            step,
+            stem,
+            self.context.generation,
+            kept,
+            drain=self.context.draining,
+            attempt=self._attempts[stem],
+        )
         self._each(Shares.begin, self.name, order)
         self._step = step
 

@@ -36,7 +36,7 @@ SHARE_SECONDS = 600.0  # that a call waits for its share
 @dataclass(frozen=True)
 class Order:
     """Requests a capture of the state after `step`, for the checkpoint `stem` of `generation`. `kept` are the existing
-    checkpoints; `drain`: the generation ends with this checkpoint.
+    checkpoints; `drain`: the generation ends with this checkpoint; `attempt`: orders of this checkpoint before.
     """
 
     step: int
@@ -44,6 +44,7 @@ class Order:
     generation: int
     kept: tuple[str, ...]
     drain: bool = False
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ class Share:
             ask = self._asker(order.stem, here)
 
             def disk(method: Callable[..., Any], *args: Any) -> Any:
+                if capture.problem:
+                    raise CaptureError(capture.problem)
                 writing.done += 1
                 return ask(method, *args)()
 
@@ -247,6 +250,8 @@ class Share:
         """Writes the captured rows. Returns all files of the share in this checkpoint."""
         files = []
         for name, columns, blocks in self.parts(capture):
+            if order.attempt:  # what the one before still writes, late, is in other files
+                name = name.replace(f"{self}.", f"{self}.{order.attempt}.", 1)
             files.append(shardfile.write(name, columns, blocks, partial(disk, Shares.write_piece, name)))
         disk(Shares.sync, [file.name for file in files])
         return files

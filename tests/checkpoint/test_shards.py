@@ -131,7 +131,7 @@ def failures(gang: Gang) -> float:
 
 
 def files(directory: Path) -> list[Path]:
-    return sorted((directory / rundir.SHARDS).glob("*/*"))
+    return sorted((directory / rundir.SHARDS).glob("*/[!.]*"))
 
 
 @pytest.mark.parametrize("folders", [False, True])
@@ -154,6 +154,27 @@ def test_read_back_by_any_number_of_members(
     whole = Checkpoints(tmp_path, "pi").newest()
     assert whole is not None
     assert torch.equal(whole.state["model"]["weight"], saved)
+
+
+def test_a_folder_that_an_earlier_rank_0_left_is_not_rank_0s(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 1, folders=True)
+    (tmp_path / "ps_0" / rundir.SHARDS / "checkpoint-000001-0000000007").mkdir(parents=True)
+    gang.fill(1)
+    gang.save(7)
+    assert [file.name for file in files(tmp_path)] == ["model-ps_0.safetensors"]
+    assert files(tmp_path / "ps_0") == []
+    assert not list((tmp_path / rundir.SHARDS).glob("*/.*")), "the mark is gone"
+
+
+def test_a_checkpoint_whose_files_rank_0_lacks_is_none(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 1)
+    gang.model.begin(7)
+    while not isinstance(gang.shares[0].written("checkpoint-000001-0000000007"), Written):
+        pass
+    for file in files(tmp_path):
+        file.unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=r"0007: model-ps_0.safetensors is missing or torn$"):
+        gang.model.collect(7)
 
 
 def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:

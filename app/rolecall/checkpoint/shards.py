@@ -1,8 +1,8 @@
 """A rank's share of a sharded value: captures, writes and reads it.
 
-A share's files lie in the folder of rank 0's checkpoint. A rank that sees this folder writes and reads them there, any
-other one through rank 0, by the same methods of `Shares`. Rank 0 (sharded.py) calls the others. They return the errors
-that their callers tell apart.
+A share's files lie in the folder of rank 0's checkpoint. A rank that sees this folder, by a mark that rank 0 makes in
+it, writes and reads them there, any other one through rank 0, by the same methods of `Shares`. Rank 0 (sharded.py)
+calls the others. They return the errors that their callers tell apart.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ SHARE_SECONDS = 600.0  # that a call waits for its share
 @dataclass(frozen=True)
 class Order:
     """Requests a capture of the state after `step`, for the checkpoint `stem` of `generation`. `kept` are the existing
-    checkpoints; `drain`: the generation ends with this checkpoint; `attempt`: orders of this checkpoint before.
+    checkpoints; `mark` is a file in rank 0's folder; `drain`: the generation ends with this checkpoint; `attempt`:
+    orders of this checkpoint before.
     """
 
     step: int
     stem: str
     generation: int
     kept: tuple[str, ...]
+    mark: str
     drain: bool = False
     attempt: int = 0
 
@@ -207,7 +209,8 @@ class Share:
     def _run(self, order: Order, capture: Capture, writing: _Writing) -> None:
         answer: Written | Problem
         try:
-            here = (self._directory / order.stem).is_dir()
+            # not by the folder, which an earlier rank 0 may have left on a disk of its own
+            here = (self._directory / order.stem / order.mark).exists()
             if here and rundir.read_generation(self._directory.parent).number > order.generation:
                 raise ShardError(f"generation {order.generation} is over: nothing written")
             ask = self._asker(order.stem, here)

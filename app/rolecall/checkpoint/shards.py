@@ -374,8 +374,7 @@ class Shares:
         shardfile.sync(self._folder(stem), [Path(file).name for file in files])
 
     @remote
-    def link(self, stem: str, earlier: str, files: list[str]) -> None:
-        """Makes `files` of the checkpoint `earlier` a part of the checkpoint `stem`, too."""
-        for file in files:
-            name = Path(file).name
-            shardfile.share(self._folder(earlier) / name, self._folder(stem) / name)
+    def link(self, stem: str, earlier: str, file: str) -> None:
+        """Makes `file` of the checkpoint `earlier` a part of the checkpoint `stem`, too."""
+        name = Path(file).name
+        shardfile.share(self._folder(earlier) / name, self._folder(stem) / name)

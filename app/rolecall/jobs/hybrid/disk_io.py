@@ -145,6 +145,8 @@ class ThreadReads:
         try:
             list(self._pool.map(read, range(min(THREADS, len(places))), timeout=WAIT))
         except FutureTimeoutError as error:
+            self.close()
+            self._pool = ThreadPoolExecutor(THREADS)  # the other's threads may hang for long
             raise hangs() from error
         return pieces
 

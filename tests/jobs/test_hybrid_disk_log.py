@@ -244,6 +244,17 @@ def test_threads_that_hang_are_replaced(data: int, monkeypatch: pytest.MonkeyPat
     reads.close()
 
 
+def test_a_read_that_waits_for_others_in_vain_names_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_log, "PATIENCE", 0.05)
+    store = LogStore(tmp_path, 10, 2)
+    busy = [store._readers.get() for _ in range(disk_log.READERS)]
+    with pytest.raises(TimeoutError, match=r"TABLE_DIR: no row was read for 0.05 s; is its disk hanging"):
+        store._read_each(torch.arange(1))
+    for reads in busy:
+        store._readers.put(reads)
+    store.close()
+
+
 def test_forbidden_kernel_reads_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelReads, "_checked", MagicMock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
     with structlog.testing.capture_logs() as lines:

@@ -125,6 +125,25 @@ def test_long_curves_are_thinned(tmp_path: Path) -> None:
     assert run.history.greatest.step == 200_000  # though it was not kept
 
 
+def test_long_curves_are_thinned_over_all_generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each generation begins before the last written step; every second one is of a rank 0 that was started again."""
+    full, spacing = 100, 100
+    monkeypatch.setattr(history, "FULL_POINTS", full)
+    monkeypatch.setattr(history, "MIN_SPACING", spacing)
+    run = journal(tmp_path)
+    for number in range(1, 11):
+        if number % 2:
+            asyncio.run(run.save())
+            run = journal(tmp_path)
+        first = (number - 1) * 500
+        run.record([Start(number, first), *steps(*range(first + 1, first + 550))])
+    asyncio.run(run.save())
+    rows, _ = history.read_rows(run.path)
+    written = [row.seconds for row in rows if isinstance(row, Point)]
+    assert written[:full] == [*range(1, full + 1)]
+    assert all(after - before >= after / spacing for before, after in itertools.pairwise(written[full - 1 :]))
+
+
 def test_the_last_points_are_written_at_the_end(tmp_path: Path) -> None:
     run = journal(tmp_path)
     run.record([Start(1, 0), *steps(*range(1, 2001))])

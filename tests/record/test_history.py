@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import random
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import pytest
 
@@ -292,6 +293,24 @@ def test_failed_write_is_logged_once_and_retried(tmp_path: Path, capsys: pytest.
     run.record(steps(4, at=4.0))
     assert [step for step, _ in shown(saved(run))] == [1, 2, 3, 4]
     assert [path.name for path in directory.iterdir()] == [rundir.HISTORY]
+
+
+def test_a_file_that_cannot_be_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = journal(tmp_path)
+    first.record([Start(1, 0), *steps(1, 2)])
+    before = saved(first)
+
+    def fail(path: Path, offset: int = 0) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(history, "read_rows", fail)
+        second = journal(tmp_path)
+        second.record([Start(2, 2), *steps(3)])
+        assert not asyncio.run(second.save())
+    assert state(history.read(tmp_path)) == state(before)
+    assert saved(second).last["score"].step == 3
+    assert [row.step for row in history.read_rows(second.path)[0] if isinstance(row, Point)] == [1, 2, 3]
 
 
 # ---- as the tools of others read it

@@ -277,7 +277,8 @@ class Journal:
         self.history = History()
         self.trained = False  # a generation has begun in this process
         self.started: Callable[[int], None] = lambda step: None  # told of each one, and after which step
-        self.size = 0  # of the whole lines in the file; a torn one may follow
+        # of the whole lines in the file; a torn one may follow. None if it could not be read
+        self.size: int | None = None
         self._rows: list[Row] = []  # to be written
         self._turn = asyncio.Lock()
         self._warned = False
@@ -382,6 +383,8 @@ class Journal:
             return True
 
     def _write(self, content: bytes) -> None:
+        if self.size is None:  # nothing that is there is lost
+            self.size = read_rows(self.path)[1]
         with files.using(self.path), self.path.open("ab") as file:
             if file.tell() > self.size:
                 file.truncate(self.size)

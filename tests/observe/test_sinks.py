@@ -159,6 +159,7 @@ class Sink:
         self.add([["end", state, summary]])
 
 process.PERIOD_SECONDS = 0.02
+if "{how}" == "hangs": process.ORPHAN_SECONDS = 0.5
 sys.modules["rolecall.observe.sinks.fake"] = type(sys)("fake")
 sys.modules["rolecall.observe.sinks.fake"].begin = Sink
 process.main("fake")
@@ -240,23 +241,44 @@ def test_a_sink_that_is_broken_harms_nothing(tmp_path: Path, how: str, problem: 
     assert "MLFLOW_TRACKING_URI" in event["advice"]
 
 
-def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path) -> None:
-    """The end of the input is a stop: what came before it is there."""
+async def close_input(one: Feed, last: bytes) -> None:
+    """Its supervisor is killed after it has sent `last`; waits for the process's end."""
+    assert one._process is not None
+    assert one._process.stdin is not None
+    one._process.stdin.write(last)
+    one._process.stdin.close()
+    async with asyncio.timeout(DEADLINE):
+        await one._process.wait()
+    await one.end(End("stopped"), 5)
+
+
+@pytest.mark.parametrize("last", [b"", b'{"state": "fini'])
+def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path, last: bytes) -> None:
+    """The end of the input is a stop, also in the middle of a line: what came before it is there."""
 
     async def run() -> None:
         one = fake(tmp_path)
         one.start(0)
         await log(tmp_path, Start(1, 0), *points(1))
         await until(lambda: written(tmp_path))
-        assert one._process is not None
-        assert one._process.stdin is not None
-        one._process.stdin.close()
-        async with asyncio.timeout(DEADLINE):
-            await one._process.wait()
-        await one.end(End("stopped"), 5)
+        await close_input(one, last)
 
     asyncio.run(run())
     assert written(tmp_path) == [["loss", 1], ["end", "stopped", None]]
+
+
+@pytest.mark.parametrize("last", [b"", b'{"state": "finished"}\n'])
+def test_a_sink_that_hangs_in_its_end_ends_soon_after_its_supervisor(
+    tmp_path: Path, last: bytes, logged: list[EventDict]
+) -> None:
+    async def run() -> None:
+        one = fake(tmp_path, "hangs")
+        one.start(0)
+        await until(lambda: one._process)
+        await close_input(one, last)
+
+    asyncio.run(run())
+    assert [event["problem"] for event in logged] == ["its process ended with exit code 1"]
 
 
 # ---- the real ones

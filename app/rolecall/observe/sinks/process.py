@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rolecall import machine
-from rolecall.messages.codec import decode_line
+from rolecall.messages.codec import MessageError, decode_line
 from rolecall.messages.sinks import End, Open
 from rolecall.record import files
 from rolecall.record.history import Row, read_rows
@@ -83,11 +83,20 @@ class Writer:
 
 def _read_last(lines: queue.SimpleQueue[bytes]) -> None:
     """Passes on the last line of the input. Ends this process some time after its parent, even if a library hangs."""
-    line = sys.stdin.buffer.readline()
-    lines.put(line)
-    if not line:
-        time.sleep(ORPHAN_SECONDS)
-        os._exit(1)
+    lines.put(sys.stdin.buffer.readline())
+    while os.read(0, 4096):  # not by sys.stdin, whose lock Python's end would miss
+        pass
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(1)
+
+
+def _end(line: bytes) -> End:
+    """The message in the last `line`: a parent that was killed leaves none, or a torn one."""
+    try:
+        end: End = decode_line(End, line)
+    except MessageError:
+        return End("stopped")
+    return end
 
 
 def main(name: str) -> None:
@@ -113,7 +122,7 @@ def main(name: str) -> None:
             break
         except queue.Empty:
             writer.write()
-    writer.end(decode_line(End, last) if last else End("stopped"))
+    writer.end(_end(last))
 
 
 if __name__ == "__main__":

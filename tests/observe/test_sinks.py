@@ -223,6 +223,30 @@ def test_a_sink_gets_everything_once(tmp_path: Path, how: str, logged: list[Even
     assert [event["problem"] for event in logged] == ["PermissionError: not now"] * (how == "raises")
 
 
+@pytest.mark.parametrize("how", ["shorter", "deleted"])
+def test_a_history_that_becomes_shorter_is_read_from_its_start(
+    tmp_path: Path, logged: list[EventDict], how: str
+) -> None:
+    async def run() -> None:
+        await log(tmp_path, Start(1, 0), *points(1, 2, 3))
+        one, history = fake(tmp_path), tmp_path / "history.jsonl"
+        whole = history.read_bytes().splitlines(keepends=True)
+        one.start(0)
+        await until(lambda: written(tmp_path))
+        if how == "shorter":
+            history.write_bytes(b"".join(whole[:2]))
+        else:
+            history.unlink()
+        await until(lambda: logged)
+        await log(tmp_path, *points(4))
+        await one.end(End("finished"), DEADLINE)
+
+    asyncio.run(run())
+    again = [["loss", 1]] * (how == "shorter")
+    assert written(tmp_path) == [["loss", 1], ["loss", 2], ["loss", 3], *again, ["loss", 4], ["end", "finished", None]]
+    assert [event["problem"] for event in logged] == ["history.jsonl has become shorter: it is read from its start"]
+
+
 @pytest.mark.parametrize(
     ("how", "problem"), [("hangs", "its end takes over 1 s"), ("dies", "its process ended with exit code 7")]
 )

@@ -59,6 +59,10 @@ class Writer:
             self._retry_at = time.monotonic() + self._pause
 
     def _write_rows(self, sink: Sink) -> None:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._offset:  # not its inode's number, which changes on some network disks
+            self._report(f"{self._path.name} has become shorter: it is read from its start")
+            self._offset = 0
         rows, end = read_rows(self._path, self._offset)
         if rows:
             sink.write(rows)

@@ -7,12 +7,14 @@ import errno
 import itertools
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import pytest
 
 from rolecall.record import history, rundir
+from rolecall.record.files import Disk
 from rolecall.record.history import (
     CURVES,
     FULL_POINTS,
@@ -293,6 +295,38 @@ def test_failed_write_is_logged_once_and_retried(tmp_path: Path, capsys: pytest.
     run.record(steps(4, at=4.0))
     assert [step for step, _ in shown(saved(run))] == [1, 2, 3, 4]
     assert [path.name for path in directory.iterdir()] == [rundir.HISTORY]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_save_that_is_cancelled_loses_no_row_and_writes_none_twice(tmp_path: Path, begun: bool) -> None:
+    """Whether the disk, which hangs, has begun with it or not."""
+
+    class Hanging(Journal):
+        def _write(self, *arguments: Any) -> None:
+            started.set()
+            goes_on.wait()
+            super()._write(*arguments)
+
+    async def cancel() -> None:
+        if not begun:
+            hang = asyncio.create_task(disk.run(goes_on.wait))
+        saving = asyncio.create_task(run.save())
+        await (asyncio.to_thread(started.wait) if begun else asyncio.sleep(0.01))
+        saving.cancel()
+        await asyncio.wait({saving})
+        run.record(steps(2))
+        saving = asyncio.create_task(run.save())
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        assert await saving
+        if not begun:
+            await hang
+
+    started, goes_on, disk = threading.Event(), threading.Event(), Disk()
+    run = Hanging(tmp_path, disk, print)
+    run.record([Start(1, 0), *steps(1)])
+    asyncio.run(cancel())
+    assert [type(row) for row in history.read_rows(run.path)[0]] == [Start, Point, Point]
 
 
 def test_a_file_that_cannot_be_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

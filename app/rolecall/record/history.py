@@ -280,7 +280,6 @@ class Journal:
         # of the whole lines in the file; a torn one may follow. None if it could not be read
         self.size: int | None = None
         self._rows: list[Row] = []  # to be written
-        self._turn = asyncio.Lock()
         self._warned = False
         self._written: dict[str, Written] = {}  # by curve
         try:
@@ -370,19 +369,19 @@ class Journal:
 
     async def save(self) -> bool:
         """Writes the rows that are there. Returns whether they are written; others may have come meanwhile."""
-        async with self._turn:
-            if not self._rows:
-                return True
-            rows, self._rows = self._rows, []
-            try:
-                await self._disk.run(self._write, _encoder.encode_lines(rows))
-            except OSError as error:
-                self._rows = [*rows, *self._rows]
-                self._warn(error)
-                return False
-            return True
+        try:
+            if self._rows:
+                await self._disk.run(self._write)
+        except OSError as error:
+            self._warn(error)
+            return False
+        return True
 
-    def _write(self, content: bytes) -> None:
+    def _write(self) -> None:
+        """Writes what is there in the disk's thread: a caller that is cancelled meanwhile leaves no row out, or twice.
+        Raises OSError."""
+        rows = self._rows.copy()
+        content = _encoder.encode_lines(rows)
         if self.size is None:  # nothing that is there is lost
             self.size = read_rows(self.path)[1]
         with files.using(self.path), self.path.open("ab") as file:
@@ -391,6 +390,7 @@ class Journal:
             file.write(content)
             file.flush()
             self.size = file.tell()
+        del self._rows[: len(rows)]
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

@@ -265,6 +265,27 @@ def test_a_sink_that_is_broken_harms_nothing(tmp_path: Path, how: str, problem: 
     assert "MLFLOW_TRACKING_URI" in event["advice"]
 
 
+@pytest.mark.parametrize("which", ["task", "end"])
+def test_a_sink_whose_end_is_cancelled_is_killed(tmp_path: Path, which: str) -> None:
+    async def run() -> None:
+        one = fake(tmp_path, "hangs")
+        one.start(0)
+        await until(lambda: one._process)
+        assert one._task is not None
+        ending = asyncio.create_task(one.end(End("finished"), DEADLINE))
+        if which == "task":
+            one._task.cancel()
+            await ending
+        else:
+            await asyncio.sleep(0)
+            ending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await ending
+
+    asyncio.run(run())
+    assert nothing_is_left()
+
+
 async def close_input(one: Feed, last: bytes) -> None:
     """Its supervisor is killed after it has sent `last`; waits for the process's end."""
     assert one._process is not None

@@ -91,12 +91,15 @@ class Feed:
         """Has it write the rest, and the run's end. Then kills the process, after `limit` seconds at the latest."""
         if self._task is None:
             return
-        self._over.set_result(end)
-        done, _ = await asyncio.wait({self._task}, timeout=limit)
-        if not done:
-            self._warn(f"its end takes over {limit:g} s")
+        if not self._over.done():  # else the task that waits for it was cancelled
+            self._over.set_result(end)
+        try:
+            done, _ = await asyncio.wait({self._task}, timeout=limit)
+            if not done:
+                self._warn(f"its end takes over {limit:g} s")
+        finally:
             self._task.cancel()
-        await self._kill()
+            await self._kill()
 
     async def _kill(self) -> None:
         process, self._process = self._process, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import multiprocessing
 import sys
@@ -24,7 +25,7 @@ from rolecall.messages.sinks import End
 from rolecall.messages.worker import FromWorker, Report
 from rolecall.observe.sinks import build as building
 from rolecall.observe.sinks.build import build, choose
-from rolecall.observe.sinks.feed import Feed
+from rolecall.observe.sinks.feed import ONCE, Feed, Sinks
 from rolecall.observe.sinks.once import OnceSink, State
 from rolecall.rank import worker
 from rolecall.rank.worker_end import WorkerEnd
@@ -221,6 +222,30 @@ def test_a_sink_gets_everything_once(tmp_path: Path, how: str, logged: list[Even
     assert written(tmp_path) == [["loss", 2], ["loss", 3], ["loss", 4], ["end", "finished", {"steps": 4}]]
     assert nothing_is_left()
     assert [event["problem"] for event in logged] == ["PermissionError: not now"] * (how == "raises")
+
+
+@pytest.mark.parametrize("name", building.KINDS)
+def test_a_sink_that_was_down_gets_what_it_missed(tmp_path: Path, name: str) -> None:
+    """If it leaves out what it has; TensorBoard would get all of it again."""
+
+    async def run() -> None:
+        await log(tmp_path, Start(1, 0), *points(1))
+        one = fake(tmp_path)
+        one.name = name
+        Sinks([one]).start((tmp_path / "history.jsonl").stat().st_size)
+        await log(tmp_path, *points(2))
+        await one.end(End("finished"), DEADLINE)
+
+    asyncio.run(run())
+    missed = [["loss", 1]] * (name != "tensorboard")
+    assert written(tmp_path) == [*missed, ["loss", 2], ["end", "finished", None]]
+
+
+@pytest.mark.parametrize("name", building.KINDS)
+def test_the_kinds_that_leave_out_what_they_have_are_named(name: str) -> None:
+    """Rank 0's supervisor does not import them."""
+    begin = importlib.import_module(f"rolecall.observe.sinks.{name}").begin
+    assert issubclass(begin, OnceSink) == (name in ONCE)
 
 
 @pytest.mark.parametrize("how", ["shorter", "deleted"])

@@ -18,6 +18,7 @@ from rolecall.messages.sinks import End, Open
 
 END_SECONDS = 20.0  # limit for all sinks at the end of a run
 CLOSE_SECONDS = 3.0  # at the end of this process, if the run had no end
+ONCE = {"mlflow", "wandb"}  # the sinks that leave out rows they have (once.py)
 ADVICE = {
     "tensorboard": "look at the space in CHECKPOINT_DIR/tensorboard",
     "mlflow": "look at MLFLOW_TRACKING_URI, and whether its server answers",
@@ -125,9 +126,10 @@ class Sinks:
         return {feed.pid for feed in self.feeds if feed.pid}
 
     def start(self, offset: int) -> None:
-        """Starts them, unless they were started: training begins, and its rows are in the history from `offset` on."""
+        """Starts them, unless they were started: training begins, and its rows are in the history from `offset` on.
+        Those that know what they have also get what came while they were down."""
         for feed in self.feeds:
-            feed.start(offset)
+            feed.start(0 if feed.name in ONCE else offset)
 
     async def end(self, state: str, summary: dict[str, Any] | None, limit: float = END_SECONDS) -> None:
         """Has them write everything, and the run's `summary`, at the end of the run, within `limit` seconds."""

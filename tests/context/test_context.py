@@ -99,6 +99,13 @@ def test_a_log_while_training_begins_has_no_negative_seconds(tmp_path: Path, clo
     assert seconds == [0.0]
 
 
+@pytest.mark.parametrize("name", ["score_low", "score_high"])
+def test_a_value_with_the_name_of_a_bound_is_refused(context: Context, supervisor: Supervisor, name: str) -> None:
+    with pytest.raises(UsageError, match=rf"^log\({name}=...\): give spread=\(low, high\)$"):
+        context.log(1, score=0.5, **{name: 0.1})
+    assert supervisor.records == []
+
+
 def test_there_is_a_line_every_log_interval(context: Context, clock: Clock, logged: list[EventDict]) -> None:
     context.start(7)
     logged.clear()

@@ -302,10 +302,10 @@ def test_a_save_that_is_cancelled_loses_no_row_and_writes_none_twice(tmp_path: P
     """Whether the disk, which hangs, has begun with it or not."""
 
     class Hanging(Journal):
-        def _write(self, *arguments: Any) -> None:
+        def _write(self) -> None:
             started.set()
             goes_on.wait()
-            super()._write(*arguments)
+            super()._write()
 
     async def cancel() -> None:
         if not begun:

@@ -38,7 +38,7 @@ ROOMS = {
     "rolecall/wire": 3010,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 49960, "bench": 9120, "tools": 2040, "docs": 47000}
+TOTALS = {"tests": 49970, "bench": 9120, "tools": 2040, "docs": 47000}
 
 
 def lines(path: Path) -> int:

@@ -472,9 +472,10 @@ def test_an_attempt_that_writes_late_leaves_the_next_ones_files_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gang, write = Gang(tmp_path, 1), shards.shardfile.write_piece
-    goes_on, late = threading.Event(), threading.Event()
+    begun, goes_on, late = threading.Event(), threading.Event(), threading.Event()
 
     def slow(path: Path, place: int, data: Tensor) -> None:
+        begun.set()
         monkeypatch.setattr(shards.shardfile, "write_piece", write)
         assert goes_on.wait(60)
         write(path, place, data)
@@ -482,6 +483,7 @@ def test_an_attempt_that_writes_late_leaves_the_next_ones_files_alone(
 
     monkeypatch.setattr(shards.shardfile, "write_piece", slow)
     gang.model.begin(8)
+    assert begun.wait(60)
     gang.calls.lost = "ps_0"
     with pytest.raises(checkpoint.CheckpointError):
         gang.model.collect(8)

@@ -117,6 +117,16 @@ def test_a_reader_that_is_too_slow_holds_nobody_up() -> None:
         list(capture.read())
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_that_was_given_up_reads_no_copies_either(frozen: bool) -> None:
+    capture = Capture({"w": Rows((torch.zeros(100),), 100, frozen=frozen)}, 60.0, block=64)
+    read = capture.read()
+    next(read)
+    capture.give_up("a newer checkpoint was begun")
+    with pytest.raises(CaptureError, match="a newer checkpoint was begun"):
+        next(read)
+
+
 def test_changes_from_another_thread_are_never_seen() -> None:
     """Whole blocks and a reader that runs at the same time: every value read is the one before."""
     weight = torch.zeros(4000, 16)

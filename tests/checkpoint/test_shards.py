@@ -28,6 +28,7 @@ from rolecall.declare.remote import find, remote
 from rolecall.declare.task import Attachment
 from rolecall.errors import Drained, PeerLostError, RemoteError
 from rolecall.record import rundir
+from rolecall.record.rundir import Persisted
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
 
@@ -130,7 +131,7 @@ def failures(gang: Gang) -> float:
 
 
 def files(directory: Path) -> list[Path]:
-    return sorted((directory / rundir.SHARDS).glob("*/*"))
+    return sorted((directory / rundir.SHARDS).glob("*/[!.]*"))
 
 
 @pytest.mark.parametrize("folders", [False, True])
@@ -153,6 +154,27 @@ def test_read_back_by_any_number_of_members(
     whole = Checkpoints(tmp_path, "pi").newest()
     assert whole is not None
     assert torch.equal(whole.state["model"]["weight"], saved)
+
+
+def test_a_folder_that_an_earlier_rank_0_left_is_not_rank_0s(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 1, folders=True)
+    (tmp_path / "ps_0" / rundir.SHARDS / "checkpoint-000001-0000000007").mkdir(parents=True)
+    gang.fill(1)
+    gang.save(7)
+    assert [file.name for file in files(tmp_path)] == ["model-ps_0.safetensors"]
+    assert files(tmp_path / "ps_0") == []
+    assert not list((tmp_path / rundir.SHARDS).glob("*/.*")), "the mark is gone"
+
+
+def test_a_checkpoint_whose_files_rank_0_lacks_is_none(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 1)
+    gang.model.begin(7)
+    while not isinstance(gang.shares[0].written("checkpoint-000001-0000000007"), Written):
+        pass
+    for file in files(tmp_path):
+        file.unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=r"0007: model-ps_0.safetensors is missing or torn$"):
+        gang.model.collect(7)
 
 
 def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
@@ -372,6 +394,33 @@ def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(tmp_path: Pa
     }
 
 
+def test_a_writer_of_an_ended_generation_deletes_nothing_of_the_next_one(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 1)
+    gang.save(7)
+    rundir.write_generation(tmp_path, Persisted(2, "pi", ()))
+    unfinished = tmp_path / rundir.SHARDS / "checkpoint-000002-0000000008"
+    unfinished.mkdir()
+    with pytest.raises(checkpoint.CheckpointError, match=r"^generation 1 is over \(now 2\): nothing written$"):
+        gang.model.begin(9)
+    assert {path.name for path in unfinished.parent.iterdir()} == {"checkpoint-000001-0000000007", unfinished.name}
+
+
+def test_shards_of_checkpoints_that_were_moved_away_stay(tmp_path: Path) -> None:
+    gang, backup = Gang(tmp_path, 1), tmp_path / "backup"
+    gang.save(7)
+    gang.save(8)
+    saved = files(tmp_path)
+    backup.mkdir()
+    for path in checkpoint.newest_first(tmp_path):
+        path.rename(backup / path.name)
+    anew = Gang(tmp_path, 1, generation=2)
+    anew.restore()
+    for step in range(1, 5):
+        anew.save(step)
+    assert set(saved) < set(files(tmp_path))
+    assert len(files(tmp_path)) == 2 + 3
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     gang = Gang(tmp_path, 2)
     for step in range(1, 7):
@@ -417,6 +466,44 @@ def test_a_member_whose_disk_hangs_fails_the_checkpoint_after_a_while(
     collecting = ThreadPoolExecutor(1).submit(gang.model.collect, 8)
     with pytest.raises(checkpoint.CheckpointError, match=r"ps_0 has written nothing for PHASE_TIMEOUT=0\.1 s"):
         collecting.result(30)
+
+
+def test_an_attempt_that_writes_late_leaves_the_next_ones_files_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gang, write = Gang(tmp_path, 1), shards.shardfile.write_piece
+    begun, goes_on, late = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(path: Path, place: int, data: Tensor) -> None:
+        begun.set()
+        monkeypatch.setattr(shards.shardfile, "write_piece", write)
+        assert goes_on.wait(60)
+        write(path, place, data)
+        late.set()
+
+    monkeypatch.setattr(shards.shardfile, "write_piece", slow)
+    gang.model.begin(8)
+    assert begun.wait(60)
+    gang.calls.lost = "ps_0"
+    with pytest.raises(checkpoint.CheckpointError):
+        gang.model.collect(8)
+    gang.calls.lost = ""
+    gang.fill(1)
+    gang.save(8)
+    goes_on.set()
+    assert late.wait(60)
+    whole = Checkpoints(tmp_path, "pi").newest()
+    assert whole is not None
+    assert torch.equal(whole.state["model"]["weight"], gang.whole)
+
+
+def test_an_attempt_has_the_room_of_the_one_before(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 1)
+    for _ in range(3):
+        gang.model.begin(8)
+        gang.model.collect(8)  # and no manifest
+        gang.fill(1)
+    assert [file.name for file in files(tmp_path)] == ["model-ps_0.2.safetensors"]
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:

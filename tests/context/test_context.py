@@ -23,6 +23,7 @@ from rolecall.context.transport import Transport
 from rolecall.errors import Drained, PeerLostError, UsageError
 from rolecall.fields import FromUser
 from rolecall.record import rundir
+from rolecall.record.history import Point, Row
 from rolecall.wire.messages import Deadline, Request
 from tests.context.contexts import AGENT, ONE, TWO, Clock, Supervisor, make, value
 from tests.wire.wires import Wires
@@ -67,6 +68,42 @@ def test_a_step_sets_metrics_and_records(context: Context, supervisor: Superviso
     assert supervisor.steps == [1, 2]
     names = ("step", "done", "score", "epoch", "rpc_connect_seconds")
     assert [value(getattr(context.metrics, name)) for name in names] == [2, 20, 0.25, 3, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("goal", "recorded"),
+    [(np.float32(0.5), [0.5]), (torch.tensor(0.5), [0.5]), (1, [1.0]), (math.inf, []), (math.nan, [])],
+)
+def test_a_goal_is_recorded_as_a_finite_float(
+    context: Context, supervisor: Supervisor, goal: Any, recorded: list[float]
+) -> None:
+    context.start(0, goal=goal)
+    goals = [value for name, _, value in supervisor.records if name == "goal"]
+    assert goals == recorded
+    assert all(type(value) is float for value in goals)
+
+
+def test_a_log_while_training_begins_has_no_negative_seconds(tmp_path: Path, clock: Clock) -> None:
+    """The clock is read before another thread says when training began."""
+
+    class Rows(Supervisor):
+        def record(self, row: Row) -> None:
+            if isinstance(row, Point):
+                seconds.append(row.seconds)
+
+    seconds: list[float] = []
+    context = make(tmp_path, Rows())
+    context.start(0)
+    clock.now -= 1
+    context.log(1, score=0.5)
+    assert seconds == [0.0]
+
+
+@pytest.mark.parametrize("name", ["score_low", "score_high"])
+def test_a_value_with_the_name_of_a_bound_is_refused(context: Context, supervisor: Supervisor, name: str) -> None:
+    with pytest.raises(UsageError, match=rf"^log\({name}=...\): give spread=\(low, high\)$"):
+        context.log(1, score=0.5, **{name: 0.1})
+    assert supervisor.records == []
 
 
 def test_there_is_a_line_every_log_interval(context: Context, clock: Clock, logged: list[EventDict]) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -266,6 +267,29 @@ def test_the_output_may_be_a_directory_and_replaces_an_earlier_one(exports: Expo
     assert exports("safetensors", "--output", "models", checkpoint=CHECKPOINT)[0] == 0
     assert {path.name for path in Path("models").iterdir()} == {f"line.safetensors{end}" for end in ("", ".json")}
     assert load_file("models/line.safetensors").keys() == WEIGHTS.keys()
+
+
+def test_files_are_on_disk_before_they_replace_earlier_ones(exports: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    sync, replace_file = os.fsync, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        steps.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        sync(descriptor)
+
+    def replaced(path: Path, target: Path) -> Path:
+        steps.append(f"replace {path.name}")
+        return replace_file(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replaced)
+    assert exports("safetensors")[0] == 0
+    files = ["line.safetensors.json", "line.safetensors"]
+    assert steps == [
+        *(f"sync {name}" for name in files),
+        *(f"replace {name}" for name in files),
+        f"sync {Path.cwd().name}",
+    ]
 
 
 # ---- what is refused

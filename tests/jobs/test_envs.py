@@ -19,7 +19,7 @@ from rolecall.errors import UsageError
 from rolecall.jobs.rl import RlSettings, envs
 from rolecall.jobs.rl.envs import Singles
 from rolecall.jobs.rl.messages import Done
-from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
+from rolecall.jobs.rl.stepping import Envs
 
 BOTH = 3  # an environment may say that it terminated and was truncated
 # environment -> its episodes, over and over: how many steps, and how they end
@@ -111,17 +111,18 @@ class SilentVector(SameStepVector):
 
 
 class Growing(gymnasium.Env[Any, Any]):
-    """Each one is larger than the one before."""
+    """Each one has larger observations or more actions than the one before."""
 
-    action_space = Discrete(2)
-    count = 0
+    differ, count, open = "", 0, 0
 
     def __init__(self) -> None:
         Growing.count += 1
-        self.observation_space = Box(-1, 1, (Growing.count,))
+        Growing.open += 1
+        self.observation_space = Box(-1, 1, (Growing.count if Growing.differ == "observations" else 1,))
+        self.action_space = Discrete(Growing.count if Growing.differ == "actions" else 2)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return self.observation_space.sample(), {}
+    def close(self) -> None:
+        Growing.open -= 1
 
 
 class Broken(gymnasium.Env[Any, Any]):
@@ -317,10 +318,14 @@ def test_an_environment_that_cannot_be_made_is_refused(
     assert "\n" not in str(refusal.value)
 
 
-def test_environments_of_different_spaces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("space", ["observations", "actions"])
+def test_environments_of_different_spaces_are_refused(monkeypatch: pytest.MonkeyPatch, space: str) -> None:
+    monkeypatch.setattr(Growing, "differ", space)
     monkeypatch.setattr(Growing, "count", 0)
-    with pytest.raises(BrokenEnvError, match=r"^ENV_ID=Growing-v0: environment 1, .* of shape \(2,\), not \(1,\)$"):
-        group_of("Growing-v0", 3)
+    monkeypatch.setattr(Growing, "open", 0)
+    with pytest.raises(UsageError, match=r"^ENV_ID=Growing-v0: makes environments of different spaces, (Box|Discrete)"):
+        envs.make(setup("Growing-v0"), 3)
+    assert not Growing.open, "they are closed"
 
 
 def test_a_module_to_import_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

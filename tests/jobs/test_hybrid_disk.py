@@ -117,6 +117,18 @@ def test_what_is_read_at_once_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatc
     hot.close()
 
 
+def test_a_lookup_copies_no_more_rows_than_fit_or_one_bag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table, expected = on_disk(chosen(), 0, tmp_path), Table(chosen(), 0)
+    table.fill()
+    expected.fill()
+    fetch, copied = table.hot.fetch, list[int]()
+    monkeypatch.setattr(table.hot, "fetch", lambda rows: copied.append(len(rows)) or fetch(rows))
+    bags = Bags(torch.arange(0, 52, 2), torch.tensor([0, 3, 6, 6, 9, 20, 22, 26]), torch.rand(26))
+    assert torch.equal(table(bags), expected(bags))
+    assert copied == [6, 3, 11, 6]
+    table.close()
+
+
 def test_an_index_out_of_range_is_named(tmp_path: Path) -> None:
     table = on_disk(chosen(servers=3), 1, tmp_path)
     for row in (-1, 100):

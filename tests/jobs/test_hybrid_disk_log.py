@@ -231,6 +231,30 @@ def test_a_disk_that_hangs_is_named_and_its_memory_not_used_again(data: int, mon
             reads.read(np.zeros(1, dtype=np.int64))
 
 
+def test_threads_that_hang_are_replaced(data: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, hanging = ThreadReads(data, 4096), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_io, "WAIT", 0.05)
+        patch.setattr(disk_io, "read_fully", lambda *args: hanging.wait(60))
+        with pytest.raises(TimeoutError, match=r"no row was read for 0.05 s; is its disk hanging"):
+            reads.read(np.zeros(disk_io.THREADS, dtype=np.int64))
+    monkeypatch.setattr(disk_io, "WAIT", 5.0)
+    assert int(reads.read(np.array([4096])).view(torch.int32)[0, 0]) == 1024
+    hanging.set()
+    reads.close()
+
+
+def test_a_read_that_waits_for_others_in_vain_names_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_log, "PATIENCE", 0.05)
+    store = LogStore(tmp_path, 10, 2)
+    busy = [store._readers.get() for _ in range(disk_log.READERS)]
+    with pytest.raises(TimeoutError, match=r"TABLE_DIR: no row was read for 0.05 s; is its disk hanging"):
+        store._read_each(torch.arange(1))
+    for reads in busy:
+        store._readers.put(reads)
+    store.close()
+
+
 def test_forbidden_kernel_reads_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelReads, "_checked", MagicMock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
     with structlog.testing.capture_logs() as lines:

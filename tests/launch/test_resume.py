@@ -445,8 +445,8 @@ async def test_rows_that_come_while_a_stopped_run_is_reported_cost_no_page(
         lead.files.journal.record([Start(1, 0)])
         write = lead.files.journal._write
 
-        def busy(content: bytes) -> None:
-            write(content)
+        def busy() -> None:
+            write()
             lead.files.journal.happened("lost", 1, "left", "observer_0 left")
 
         monkeypatch.setattr(lead.files.journal, "_write", busy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import multiprocessing
 import sys
@@ -24,7 +25,7 @@ from rolecall.messages.sinks import End
 from rolecall.messages.worker import FromWorker, Report
 from rolecall.observe.sinks import build as building
 from rolecall.observe.sinks.build import build, choose
-from rolecall.observe.sinks.feed import Feed
+from rolecall.observe.sinks.feed import ONCE, Feed, Sinks
 from rolecall.observe.sinks.once import OnceSink, State
 from rolecall.rank import worker
 from rolecall.rank.worker_end import WorkerEnd
@@ -159,6 +160,7 @@ class Sink:
         self.add([["end", state, summary]])
 
 process.PERIOD_SECONDS = 0.02
+if "{how}" == "hangs": process.ORPHAN_SECONDS = 0.5
 sys.modules["rolecall.observe.sinks.fake"] = type(sys)("fake")
 sys.modules["rolecall.observe.sinks.fake"].begin = Sink
 process.main("fake")
@@ -222,6 +224,54 @@ def test_a_sink_gets_everything_once(tmp_path: Path, how: str, logged: list[Even
     assert [event["problem"] for event in logged] == ["PermissionError: not now"] * (how == "raises")
 
 
+@pytest.mark.parametrize("name", building.KINDS)
+def test_a_sink_that_was_down_gets_what_it_missed(tmp_path: Path, name: str) -> None:
+    """If it leaves out what it has; TensorBoard would get all of it again."""
+
+    async def run() -> None:
+        await log(tmp_path, Start(1, 0), *points(1))
+        one = fake(tmp_path)
+        one.name = name
+        Sinks([one]).start((tmp_path / "history.jsonl").stat().st_size)
+        await log(tmp_path, *points(2))
+        await one.end(End("finished"), DEADLINE)
+
+    asyncio.run(run())
+    missed = [["loss", 1]] * (name != "tensorboard")
+    assert written(tmp_path) == [*missed, ["loss", 2], ["end", "finished", None]]
+
+
+@pytest.mark.parametrize("name", building.KINDS)
+def test_the_kinds_that_leave_out_what_they_have_are_named(name: str) -> None:
+    """Rank 0's supervisor does not import them."""
+    begin = importlib.import_module(f"rolecall.observe.sinks.{name}").begin
+    assert issubclass(begin, OnceSink) == (name in ONCE)
+
+
+@pytest.mark.parametrize("how", ["shorter", "deleted"])
+def test_a_history_that_becomes_shorter_is_read_from_its_start(
+    tmp_path: Path, logged: list[EventDict], how: str
+) -> None:
+    async def run() -> None:
+        await log(tmp_path, Start(1, 0), *points(1, 2, 3))
+        one, history = fake(tmp_path), tmp_path / "history.jsonl"
+        whole = history.read_bytes().splitlines(keepends=True)
+        one.start(0)
+        await until(lambda: written(tmp_path))
+        if how == "shorter":
+            history.write_bytes(b"".join(whole[:2]))
+        else:
+            history.unlink()
+        await until(lambda: logged)
+        await log(tmp_path, *points(4))
+        await one.end(End("finished"), DEADLINE)
+
+    asyncio.run(run())
+    again = [["loss", 1]] * (how == "shorter")
+    assert written(tmp_path) == [["loss", 1], ["loss", 2], ["loss", 3], *again, ["loss", 4], ["end", "finished", None]]
+    assert [event["problem"] for event in logged] == ["history.jsonl has become shorter: it is read from its start"]
+
+
 @pytest.mark.parametrize(
     ("how", "problem"), [("hangs", "its end takes over 1 s"), ("dies", "its process ended with exit code 7")]
 )
@@ -240,23 +290,65 @@ def test_a_sink_that_is_broken_harms_nothing(tmp_path: Path, how: str, problem: 
     assert "MLFLOW_TRACKING_URI" in event["advice"]
 
 
-def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path) -> None:
-    """The end of the input is a stop: what came before it is there."""
+@pytest.mark.parametrize("which", ["task", "end"])
+def test_a_sink_whose_end_is_cancelled_is_killed(tmp_path: Path, which: str) -> None:
+    async def run() -> None:
+        one = fake(tmp_path, "hangs")
+        one.start(0)
+        await until(lambda: one._process)
+        assert one._task is not None
+        ending = asyncio.create_task(one.end(End("finished"), DEADLINE))
+        if which == "task":
+            one._task.cancel()
+            await ending
+        else:
+            await asyncio.sleep(0)
+            ending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await ending
+
+    asyncio.run(run())
+    assert nothing_is_left()
+
+
+async def close_input(one: Feed, last: bytes) -> None:
+    """Its supervisor is killed after it has sent `last`; waits for the process's end."""
+    assert one._process is not None
+    assert one._process.stdin is not None
+    one._process.stdin.write(last)
+    one._process.stdin.close()
+    async with asyncio.timeout(DEADLINE):
+        await one._process.wait()
+    await one.end(End("stopped"), 5)
+
+
+@pytest.mark.parametrize("last", [b"", b'{"state": "fini'])
+def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path, last: bytes) -> None:
+    """The end of the input is a stop, also in the middle of a line: what came before it is there."""
 
     async def run() -> None:
         one = fake(tmp_path)
         one.start(0)
         await log(tmp_path, Start(1, 0), *points(1))
         await until(lambda: written(tmp_path))
-        assert one._process is not None
-        assert one._process.stdin is not None
-        one._process.stdin.close()
-        async with asyncio.timeout(DEADLINE):
-            await one._process.wait()
-        await one.end(End("stopped"), 5)
+        await close_input(one, last)
 
     asyncio.run(run())
     assert written(tmp_path) == [["loss", 1], ["end", "stopped", None]]
+
+
+@pytest.mark.parametrize("last", [b"", b'{"state": "finished"}\n'])
+def test_a_sink_that_hangs_in_its_end_ends_soon_after_its_supervisor(
+    tmp_path: Path, last: bytes, logged: list[EventDict]
+) -> None:
+    async def run() -> None:
+        one = fake(tmp_path, "hangs")
+        one.start(0)
+        await until(lambda: one._process)
+        await close_input(one, last)
+
+    asyncio.run(run())
+    assert [event["problem"] for event in logged] == ["its process ended with exit code 1"]
 
 
 # ---- the real ones

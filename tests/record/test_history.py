@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import random
+import threading
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import pytest
 
 from rolecall.record import history, rundir
+from rolecall.record.files import Disk
 from rolecall.record.history import (
     CURVES,
     FULL_POINTS,
@@ -123,6 +126,25 @@ def test_long_curves_are_thinned(tmp_path: Path) -> None:
         assert len(points) < 6000
     assert run.history.greatest is not None
     assert run.history.greatest.step == 200_000  # though it was not kept
+
+
+def test_long_curves_are_thinned_over_all_generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each generation begins before the last written step; every second one is of a rank 0 that was started again."""
+    full, spacing = 100, 100
+    monkeypatch.setattr(history, "FULL_POINTS", full)
+    monkeypatch.setattr(history, "MIN_SPACING", spacing)
+    run = journal(tmp_path)
+    for number in range(1, 11):
+        if number % 2:
+            asyncio.run(run.save())
+            run = journal(tmp_path)
+        first = (number - 1) * 500
+        run.record([Start(number, first), *steps(*range(first + 1, first + 550))])
+    asyncio.run(run.save())
+    rows, _ = history.read_rows(run.path)
+    written = [row.seconds for row in rows if isinstance(row, Point)]
+    assert written[:full] == [*range(1, full + 1)]
+    assert all(after - before >= after / spacing for before, after in itertools.pairwise(written[full - 1 :]))
 
 
 def test_the_last_points_are_written_at_the_end(tmp_path: Path) -> None:
@@ -273,6 +295,56 @@ def test_failed_write_is_logged_once_and_retried(tmp_path: Path, capsys: pytest.
     run.record(steps(4, at=4.0))
     assert [step for step, _ in shown(saved(run))] == [1, 2, 3, 4]
     assert [path.name for path in directory.iterdir()] == [rundir.HISTORY]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_save_that_is_cancelled_loses_no_row_and_writes_none_twice(tmp_path: Path, begun: bool) -> None:
+    """Whether the disk, which hangs, has begun with it or not."""
+
+    class Hanging(Journal):
+        def _write(self) -> None:
+            started.set()
+            goes_on.wait()
+            super()._write()
+
+    async def cancel() -> None:
+        if not begun:
+            hang = asyncio.create_task(disk.run(goes_on.wait))
+        saving = asyncio.create_task(run.save())
+        await (asyncio.to_thread(started.wait) if begun else asyncio.sleep(0.01))
+        saving.cancel()
+        await asyncio.wait({saving})
+        run.record(steps(2))
+        saving = asyncio.create_task(run.save())
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        assert await saving
+        if not begun:
+            await hang
+
+    started, goes_on, disk = threading.Event(), threading.Event(), Disk()
+    run = Hanging(tmp_path, disk, print)
+    run.record([Start(1, 0), *steps(1)])
+    asyncio.run(cancel())
+    assert [type(row) for row in history.read_rows(run.path)[0]] == [Start, Point, Point]
+
+
+def test_a_file_that_cannot_be_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = journal(tmp_path)
+    first.record([Start(1, 0), *steps(1, 2)])
+    before = saved(first)
+
+    def fail(path: Path, offset: int = 0) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(history, "read_rows", fail)
+        second = journal(tmp_path)
+        second.record([Start(2, 2), *steps(3)])
+        assert not asyncio.run(second.save())
+    assert state(history.read(tmp_path)) == state(before)
+    assert saved(second).last["score"].step == 3
+    assert [row.step for row in history.read_rows(second.path)[0] if isinstance(row, Point)] == [1, 2, 3]
 
 
 # ---- as the tools of others read it

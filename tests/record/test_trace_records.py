@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rolecall.errors import UsageError
@@ -18,6 +18,7 @@ SECOND = 1000 * MS
 DELAYS = st.integers(20_000, 5 * MS)
 
 
+@example(offset=-4 * MS, drift=0.0, asked=[(0, 5 * MS, 20_000), (20 * SECOND, 20_000, 20_000)])
 @given(
     offset=st.integers(-(10**16), 10**16),
     drift=st.floats(-0.9 * DRIFT, 0.9 * DRIFT),
@@ -48,7 +49,7 @@ def test_a_clock_that_drifts_is_followed() -> None:
 
 def test_ranks_of_one_machine_share_its_clock() -> None:
     near, far = Reading.between(5 * MS, 4 * MS, 8 * MS, UNIX), Reading.between(9 * MS, 4 * MS, 8 * MS, UNIX)
-    assert near == Reading(5 * MS, UNIX + 5 * MS, 0)
+    assert near == Reading(5 * MS, UNIX + 5 * MS, 0, 4 * MS)
     assert far == Reading(9 * MS, UNIX + 6 * MS, 2 * MS)
 
 

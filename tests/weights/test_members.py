@@ -13,10 +13,10 @@ from structlog.typing import EventDict
 
 from rolecall.context.weights import Weights
 from rolecall.declare.task import Attachment
-from rolecall.weights import plan
+from rolecall.weights import exchange, plan
 from rolecall.weights.copies import Absent, Copies
 from tests.context.contexts import value
-from tests.rank.attaching import Member, World, players
+from tests.rank.attaching import LEAD, Member, World, players
 from tests.wire.wires import DEADLINE, until
 
 
@@ -62,13 +62,37 @@ def test_published_weights_reach_subscribers_and_survive_the_generation(world: W
 def test_a_version_that_a_newer_one_replaces_is_no_problem(
     world: World, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]
 ) -> None:
-    gone, manifest = [Absent.GONE] * 2, Copies.manifest
+    pull_after(2, world, monkeypatch)
+    assert not [line for line in logged if line["event"] == "weights"]
+
+
+def test_a_version_that_nobody_has_any_more_is_told_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]
+) -> None:
+    """And rank 0 is told again what is here."""
+    monkeypatch.setattr(exchange, "RETRY_SECONDS", 0.01)
+    ask, asked = exchange.Connection.ask, list[Any]()
+
+    def asking(connection: exchange.Connection, *given: Any, **how: Any) -> Any:
+        asked.append(given)
+        return ask(connection, *given, **how)
+
+    monkeypatch.setattr(exchange.Connection, "ask", asking)
+    pull_after(2 * exchange.VAIN_OFFERS, world, monkeypatch)
+    problems = [line["problem"] for line in logged if line["event"] == "weights"]
+    assert problems == ["weights 'policy': no member has the newest version any more"]
+    assert asked.count((LEAD.name, "weights_tell", "policy", ("player_0", 0), None, True)) == 2
+
+
+def pull_after(vain: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version comes to a reader whom its holder has told so often that it is gone."""
+    gone, manifest = [Absent.GONE] * vain, Copies.manifest
     monkeypatch.setattr(Copies, "manifest", lambda *given: gone.pop() if gone else manifest(*given))
+    monkeypatch.setattr(exchange, "LOOK_SECONDS", 0.01)
     one = world.stayer(0)
     weights = one.context.subscribe("policy")
     world.begin(1, players(0), one).context.publish("policy", state(1.0))
     assert weights.wait(DEADLINE) == 1
-    assert not [line for line in logged if line["event"] == "weights"]
 
 
 def same(tensors: dict[str, torch.Tensor]) -> float:

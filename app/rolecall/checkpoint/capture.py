@@ -257,6 +257,8 @@ class Capture:
 
     def _read(self, column: _Column, number: int) -> Tensor:
         low, high = number * column.per_block, min((number + 1) * column.per_block, column.size)
+        if self.problem:  # copies are not given up with the rest
+            raise CaptureError(self.problem)
         if column.copy is not None:
             return column.copy[low:high]
         values = column.blocks.get(number)

@@ -168,6 +168,15 @@ class Checkpoints:
             )
         return None
 
+    def require_current(self) -> None:
+        """Raises CheckpointError if a newer generation is the writer now."""
+        try:
+            owner = self._fence() if self._fence else 0
+        except UsageError as error:
+            raise CheckpointError(f"{error}: nothing written") from error
+        if owner > self.generation:
+            raise CheckpointError(f"generation {self.generation} is over (now {owner}): nothing written")
+
     def write(
         self,
         step: int,
@@ -181,12 +190,7 @@ class Checkpoints:
         Raises CheckpointError if it could not be written; the files that were there before are then unchanged.
         """
         with using(self.directory):
-            try:
-                owner = self._fence() if self._fence else 0
-            except UsageError as error:
-                raise CheckpointError(f"{error}: nothing written") from error
-            if owner > self.generation:
-                raise CheckpointError(f"generation {self.generation} is over (now {owner}): nothing written")
+            self.require_current()
             packed = state if isinstance(state, memoryview) else pack(state, about or {})
             listed = {name: [file.to_json() for file in files] for name, files in (shards or {}).items()}
             manifest = json.dumps(listed).encode() if listed else b""
@@ -208,12 +212,14 @@ class Checkpoints:
             files = self.files()
             kept = [file for file in files if file not in self._bad][: self.keep]  # an unreadable one is no spare
             unfinished = self.directory.glob(".checkpoint-*.tmp")  # of writers that were killed: there is one at a time
+            dropped = list[str]()
             for old in (*files[files.index(kept[-1]) + 1 :], *unfinished):
                 try:
                     old.unlink(missing_ok=True)
+                    dropped.append(old.stem)
                 except OSError as error:
                     self._complain(f"{old.name} cannot be deleted: {error.strerror}")
-            prune_shards(self.directory, {file.stem for file in self.files()})
+            prune_shards(self.directory, {file.stem for file in self.files()}, dropped)
             return path
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from rolecall.checkpoint.capture import BLOCK_BYTES, Capture, CaptureError, Rows
 from rolecall.checkpoint.shardfile import NUMBERS, Column, ShardError, ShardFile
 from rolecall.checkpoint.shards import Disk, NewFile, Order, Share, Shares
+from rolecall.errors import CallError
 
 CHANGED, CAPTURED, PENDING = 1, 2, 4  # marks: since the last capture; in it; not written yet
 MOST_LOGGED = 0.5  # rows in logs, of those in the base: beyond it a new base is written
@@ -124,8 +125,9 @@ class LoggedShare(Share):
         assert isinstance(capture, ChangesCapture)
         if chain := capture.chain:
             try:
-                disk(Shares.link, chain.stem, [file.name for file in chain.files])
-            except ShardError:
+                for file in chain.files:  # each has PHASE_TIMEOUT: without hard links it is copied
+                    disk(Shares.link, chain.stem, file.name)
+            except (ShardError, CallError):
                 with self._changes:
                     self._chain = None
                 raise

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import secrets
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rolecall.checkpoint import shardfile
@@ -30,7 +34,9 @@ class Sharded:
         self.checkpoints: Checkpoints = context.require_saver().checkpoints
         self.settings: Settings = context.settings
         self._step: int | None = None  # of the newest order
+        self._attempts = dict[str, int]()  # earlier orders of the newest checkpoint, by its name
         self._collected: tuple[int, Written] | None = None  # the newest, of all members
+        self._mark = Path()  # of the newest order
         self.restored = False
 
     # ---- a checkpoint
@@ -52,14 +58,29 @@ class Sharded:
             return  # such as at the end of a run, right after a checkpoint
         self._collected = None
         stem, self._step = self.checkpoints.stem(step), None
+        self.checkpoints.require_current()  # a newer generation's unfinished shards are not this one's to delete
         kept = tuple(path.stem for path in self.checkpoints.files())
         rundir.prune_shards(self.checkpoints.directory, {*kept, stem})
-        folder = self.checkpoints.directory / rundir.SHARDS / stem
+        folder = self._folder(stem)
+        self._mark = folder / f".{secrets.token_hex(8)}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # members that see it write to it
+            folder.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()  # members that see it write to the folder
+            if stem not in kept:  # what an attempt that failed has left takes room
+                for file in folder.glob(f"{glob.escape(self.name)}-{self.role}_*"):
+                    file.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"{stem} cannot be written to {folder.parent}: {error.strerror}") from error
-        order = Order(step, stem, self.context.generation, kept, drain=self.context.draining)
+        self._attempts = {stem: self._attempts.get(stem, -1) + 1}
+        order = Order(
+            step,
+            stem,
+            self.context.generation,
+            kept,
+            self._mark.name,
+            drain=self.context.draining,
+            attempt=self._attempts[stem],
+        )
         self._each(Shares.begin, self.name, order)
         self._step = step
 
@@ -75,6 +96,9 @@ class Sharded:
         except CallError as error:
             raise CheckpointError(f"{stem}: {error}") from error
         files = [file for share in shares for file in share.files]
+        self._require_held(stem, files)
+        with contextlib.suppress(OSError):
+            self._mark.unlink(missing_ok=True)
         self._collected = step, Written(files, 0.0)
         return Written(files, max(share.stalled for share in shares))
 
@@ -100,14 +124,20 @@ class Sharded:
         """Makes every member read its share from `files`. Raises CheckpointError if one of them cannot be used,
         UsageError if they do not fit this program.
         """
-        folder = self.checkpoints.directory / rundir.SHARDS / stem
-        for file in files:
-            if not shardfile.is_held(folder, file):
-                raise CheckpointError(f"{stem}: {file.name} is missing or torn")
+        self._require_held(stem, files)
         problems = self._each(Shares.load, self.name, stem, files, timeout=self.settings.phase_timeout)
         for problem in (problem for _, problem in problems if problem is not None):
             raise UsageError(f"{stem}: {problem.text}") if problem.usage else CheckpointError(problem.text)
         self.restored = True
+
+    def _folder(self, stem: str) -> Path:
+        return self.checkpoints.directory / rundir.SHARDS / stem
+
+    def _require_held(self, stem: str, files: list[ShardFile]) -> None:
+        """Raises CheckpointError if one of `files` is not in rank 0's folder with its full length."""
+        for file in files:
+            if not shardfile.is_held(self._folder(stem), file):
+                raise CheckpointError(f"{stem}: {file.name} is missing or torn")
 
     def state_dict(self) -> dict[str, Any]:
         """The state beside the members' files."""

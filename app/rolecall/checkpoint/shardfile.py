@@ -202,7 +202,7 @@ def write_piece(path: Path, place: int, data: Tensor) -> None:
         if not place:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # another checkpoint may have the file that has this name
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CLOEXEC | (0 if place else os.O_CREAT)  # one that was deleted has no further piece
         try:
             file = os.open(path, flags | os.O_DIRECT, 0o644)
         except OSError:  # such as on tmpfs

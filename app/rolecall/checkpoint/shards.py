@@ -1,8 +1,8 @@
 """A rank's share of a sharded value: captures, writes and reads it.
 
-A share's files lie in the folder of rank 0's checkpoint. A rank that sees this folder writes and reads them there, any
-other one through rank 0, by the same methods of `Shares`. Rank 0 (sharded.py) calls the others. They return the errors
-that their callers tell apart.
+A share's files lie in the folder of rank 0's checkpoint. A rank that sees this folder, by a mark that rank 0 makes in
+it, writes and reads them there, any other one through rank 0, by the same methods of `Shares`. Rank 0 (sharded.py)
+calls the others. They return the errors that their callers tell apart.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ SHARE_SECONDS = 600.0  # that a call waits for its share
 @dataclass(frozen=True)
 class Order:
     """Requests a capture of the state after `step`, for the checkpoint `stem` of `generation`. `kept` are the existing
-    checkpoints; `drain`: the generation ends with this checkpoint.
+    checkpoints; `mark` is a file in rank 0's folder; `drain`: the generation ends with this checkpoint; `attempt`:
+    orders of this checkpoint before.
     """
 
     step: int
     stem: str
     generation: int
     kept: tuple[str, ...]
+    mark: str
     drain: bool = False
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -206,12 +209,15 @@ class Share:
     def _run(self, order: Order, capture: Capture, writing: _Writing) -> None:
         answer: Written | Problem
         try:
-            here = (self._directory / order.stem).is_dir()
+            # not by the folder, which an earlier rank 0 may have left on a disk of its own
+            here = (self._directory / order.stem / order.mark).exists()
             if here and rundir.read_generation(self._directory.parent).number > order.generation:
                 raise ShardError(f"generation {order.generation} is over: nothing written")
             ask = self._asker(order.stem, here)
 
             def disk(method: Callable[..., Any], *args: Any) -> Any:
+                if capture.problem:
+                    raise CaptureError(capture.problem)
                 writing.done += 1
                 return ask(method, *args)()
 
@@ -247,6 +253,8 @@ class Share:
         """Writes the captured rows. Returns all files of the share in this checkpoint."""
         files = []
         for name, columns, blocks in self.parts(capture):
+            if order.attempt:  # what the one before still writes, late, is in other files
+                name = name.replace(f"{self}.", f"{self}.{order.attempt}.", 1)
             files.append(shardfile.write(name, columns, blocks, partial(disk, Shares.write_piece, name)))
         disk(Shares.sync, [file.name for file in files])
         return files
@@ -366,8 +374,7 @@ class Shares:
         shardfile.sync(self._folder(stem), [Path(file).name for file in files])
 
     @remote
-    def link(self, stem: str, earlier: str, files: list[str]) -> None:
-        """Makes `files` of the checkpoint `earlier` a part of the checkpoint `stem`, too."""
-        for file in files:
-            name = Path(file).name
-            shardfile.share(self._folder(earlier) / name, self._folder(stem) / name)
+    def link(self, stem: str, earlier: str, file: str) -> None:
+        """Makes `file` of the checkpoint `earlier` a part of the checkpoint `stem`, too."""
+        name = Path(file).name
+        shardfile.share(self._folder(earlier) / name, self._folder(stem) / name)

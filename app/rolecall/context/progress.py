@@ -143,13 +143,16 @@ class Progress:
         steps = {} if event.steps is None else {"steps": event.steps}
         self.logger.info("training", step=event.step, **steps, **event.facts)
         telemetry.init_labels(self.metrics.stalled_seconds, get_args(Change))
+        with self._lock:  # logs of other ranks come meanwhile
+            self._started = self._recorded = self._line_at = time.monotonic()
+            self._first_done = self.done = self._line_done = event.done
+            self._step = self._first_step = self._line_step = event.step
+            self._total, self._steps = event.total, event.steps
         if event.goal is not None:
-            self.metrics.goal.set(event.goal)
-            self.supervision.record(Goal(event.goal))
-        self._started = self._recorded = self._line_at = time.monotonic()
-        self._first_done = self.done = self._line_done = event.done
-        self._step = self._first_step = self._line_step = event.step
-        self._total, self._steps = event.total, event.steps
+            goal = float(event.goal)  # it may be numpy's or torch's
+            self.metrics.goal.set(goal)
+            if math.isfinite(goal):
+                self.supervision.record(Goal(goal))
 
     def _log(self, event: StepLogged) -> None:
         with self._lock:
@@ -189,7 +192,8 @@ class Progress:
         now = time.monotonic()
         self._recorded = now if self._recorded is None else self._recorded
         if math.isfinite(value) and 0 <= step <= MAX_STEP:
-            self.supervision.record(Point(name, step, float(value), now - self._recorded))
+            seconds = max(0.0, now - self._recorded)
+            self.supervision.record(Point(name, step, float(value), seconds))
 
     def complete(self, step: int) -> None:
         """`step` was made, whatever was logged of it."""

@@ -18,7 +18,7 @@ from rolecall.declare.plain import is_stateful, require_plain
 from rolecall.errors import Drained, UsageError
 from rolecall.messages.codec import encode
 from rolecall.record import rundir
-from rolecall.record.history import Start
+from rolecall.record.history import BAND, Start
 from rolecall.record.recorder import recorder
 
 LAST_CHECKPOINT_TRIES = 5
@@ -284,8 +284,10 @@ class Training:
         curve; `spread`, the lowest and the highest of what it is a mean of, is drawn as a band around it. `epoch`
         counts from 1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`. A line
         begins with `message`, if one is given. `step` may be an earlier one, without `done`, whose score is known only
-        now.
+        now. Raises UsageError for a value with the name of a bound of the `spread`.
         """
+        if name := next((name for name in BAND if name in values), ""):  # it would be kept where a score is, alone
+            raise UsageError(f"log({name}=...): give spread=(low, high)")
         event = StepLogged(
             step=step,
             done=_number(done),

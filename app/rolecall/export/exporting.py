@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from rolecall.export.agreement import Agreement
 from rolecall.export.exported import Exported
 from rolecall.export.formats import FORMATS, Format
 from rolecall.export.saved import Saved
+from rolecall.record import rundir
 
 
 @saved.guarded
@@ -78,9 +80,13 @@ def run(words: Sequence[str]) -> int:
         with UsageError.wrap(unwritable, OSError):
             beside = folder / f"{output.name}.json"
             beside.write_text(text + "\n")
+            files = [beside, *files]
             for file in files:
                 file.chmod(beside.stat().st_mode)  # safetensors' files are readable by their owner only
-            files = [file.replace(output.parent / file.name) for file in (beside, *files)]
+                with file.open("rb") as opened:  # on disk before it takes an earlier one's place
+                    os.fsync(opened.fileno())
+            files = [file.replace(output.parent / file.name) for file in files]
+            rundir.sync_directory(output.parent)
     if arguments.json:
         shown = {each: value for each, value in described.items() if each not in ("extra", "layers")}
         print(json.dumps({"path": str(files[-1]), **shown}))

@@ -161,7 +161,7 @@ class Coordinator:
     def _begun(self, step: int) -> None:
         """Rank 0's worker trains on after `step`."""
         self.gang.resumed(step)
-        self.files.sinks.start(self.files.journal.size)
+        self.files.sinks.start(self.files.journal.size or 0)
 
     def over(self) -> bool:
         """Whether the job is over."""

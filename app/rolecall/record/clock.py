@@ -10,24 +10,27 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 DRIFT = 100e-6  # by which two clocks may drift apart: 100 microseconds a second
 WINDOW_NS = 10_000_000_000  # the best reading of each counts
 
 
 class Reading(Struct, frozen=True, order=True, array_like=True, tag="clock"):
-    """At the process's time `monotonic_ns`, it was `unix_ns` by rank 0's clock; the error is at most `error_ns`."""
+    """At the process's time `monotonic_ns`, it was `unix_ns` by rank 0's clock; the error is at most `error_ns`,
+    which is 0 if the two may be one clock; if they are not, it is at most `apart_ns`."""
 
     monotonic_ns: int
     unix_ns: int
     error_ns: int
+    apart_ns: int = 0
 
     @classmethod
     def between(cls, monotonic_ns: int, sent_ns: int, received_ns: int, wall_ns: int) -> Reading:
         """A reading of a rank's clock between two times of rank 0's, which is `wall_ns` behind its Unix time. Ranks of
         one machine share CLOCK_MONOTONIC: a difference that may be 0 is 0."""
         if sent_ns <= monotonic_ns <= received_ns:
-            return cls(monotonic_ns, monotonic_ns + wall_ns, 0)
+            return cls(monotonic_ns, monotonic_ns + wall_ns, 0, received_ns - sent_ns)
         return cls(monotonic_ns, (sent_ns + received_ns) // 2 + wall_ns, (received_ns - sent_ns + 1) // 2)
 
 
@@ -36,6 +39,9 @@ class Clock:
     clock, to which `wall_ns` is added. The error is at most `error_ns`; None if nothing bounds it."""
 
     def __init__(self, wall_ns: int, readings: Iterable[Reading] = ()) -> None:
+        readings = [*readings]
+        if any(one.error_ns for one in readings):  # the clocks differ
+            readings = [replace(one, error_ns=one.error_ns or one.apart_ns) for one in readings]
         best: dict[int, Reading] = {}
         for reading in readings:
             window = reading.monotonic_ns // WINDOW_NS

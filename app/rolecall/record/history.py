@@ -259,6 +259,15 @@ def read(directory: Path) -> History:
     return History(read_rows(directory / files.HISTORY)[0])
 
 
+class Written(Struct, frozen=True):
+    """How many points of a curve are in the file, those that a resume replaced too, and the last one's step (-1 if it
+    was replaced) and seconds."""
+
+    count: int
+    step: int
+    seconds: float
+
+
 class Journal:
     """The history of the run in `directory`, which is read at once, and its file, which `disk` writes. A failed write
     is retried; `complain` is told of the first one."""
@@ -268,19 +277,20 @@ class Journal:
         self.history = History()
         self.trained = False  # a generation has begun in this process
         self.started: Callable[[int], None] = lambda step: None  # told of each one, and after which step
-        self.size = 0  # of the whole lines in the file; a torn one may follow
+        # of the whole lines in the file; a torn one may follow. None if it could not be read
+        self.size: int | None = None
         self._rows: list[Row] = []  # to be written
-        self._turn = asyncio.Lock()
         self._warned = False
+        self._written: dict[str, Written] = {}  # by curve
         try:
             rows, self.size = read_rows(self.path)
         except OSError as error:
             self._warn(error)
         else:
             self.history = History(rows)
+            for row in rows:
+                self._count(row)
         self._before = self.history.seconds  # of training, before this generation
-        # the last written point of each curve, and how many this process has written
-        self._written = {name: (0, point) for name, point in self.history.last.items()}
 
     # ---- rows
 
@@ -291,7 +301,7 @@ class Journal:
             match row:
                 case Start():
                     self.trained, self._before = True, history.seconds
-                    self._written = {name: one for name, one in self._written.items() if one[1].step <= row.step}
+                    self._count(row)
                     after = (history.end or "restarted") if history.generations else ""
                     self._append(replace(row, seconds=self._before, after=after))
                     self.started(row.step)
@@ -304,16 +314,30 @@ class Journal:
                     self._append(row)
 
     def _write_if_due(self, point: Point) -> None:
-        count, last = self._written.get(point.name, (0, None))
         if point.name in BAND:
             score = self._written.get("score")
-            is_due = score is not None and score[1].step == point.step
+            is_due = score is not None and score.step == point.step
         else:
-            spacing = self.history.seconds / MIN_SPACING
-            is_due = last is None or count < FULL_POINTS or point.seconds - last.seconds >= spacing
+            last, spacing = self._written.get(point.name), self.history.seconds / MIN_SPACING
+            is_due = last is None or last.count < FULL_POINTS or point.seconds - last.seconds >= spacing
         if is_due:
-            self._written[point.name] = count + 1, point
-            self._rows.append(point)
+            self._write_point(point)
+
+    def _write_point(self, point: Point) -> None:
+        self._count(point)
+        self._rows.append(point)
+
+    def _count(self, row: Row) -> None:
+        """Counts a row of the file. A resume replaces steps, and the counts go on: the file stays small."""
+        match row:
+            case Start():
+                self._written = {
+                    name: last if last.step <= row.step else replace(last, step=-1)
+                    for name, last in self._written.items()
+                }
+            case Point(name, step):
+                count = self._written[name].count if name in self._written else 0
+                self._written[name] = Written(count + 1, step, row.seconds)
 
     def happened(self, what: What, generation: int, cause: str = "", reason: str = "", *, count: int = 1) -> None:
         """Appends an event of a generation, unless its `count` is 0."""
@@ -328,9 +352,8 @@ class Journal:
     def finish(self) -> None:
         """Appends the last point of each curve, unless it was written."""
         for name, point in self.history.last.items():
-            if name not in self._written or point.step > self._written[name][1].step:
-                self._written[name] = 0, point
-                self._rows.append(point)
+            if name not in self._written or point.step > self._written[name].step:
+                self._write_point(point)
 
     def _append(self, row: Row) -> None:
         self.history.add(row)
@@ -346,25 +369,28 @@ class Journal:
 
     async def save(self) -> bool:
         """Writes the rows that are there. Returns whether they are written; others may have come meanwhile."""
-        async with self._turn:
-            if not self._rows:
-                return True
-            rows, self._rows = self._rows, []
-            try:
-                await self._disk.run(self._write, _encoder.encode_lines(rows))
-            except OSError as error:
-                self._rows = [*rows, *self._rows]
-                self._warn(error)
-                return False
-            return True
+        try:
+            if self._rows:
+                await self._disk.run(self._write)
+        except OSError as error:
+            self._warn(error)
+            return False
+        return True
 
-    def _write(self, content: bytes) -> None:
+    def _write(self) -> None:
+        """Writes what is there in the disk's thread: a caller that is cancelled meanwhile leaves no row out, or twice.
+        Raises OSError."""
+        rows = self._rows.copy()
+        content = _encoder.encode_lines(rows)
+        if self.size is None:  # nothing that is there is lost
+            self.size = read_rows(self.path)[1]
         with files.using(self.path), self.path.open("ab") as file:
             if file.tell() > self.size:
                 file.truncate(self.size)
             file.write(content)
             file.flush()
             self.size = file.tell()
+        del self._rows[: len(rows)]
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

@@ -190,11 +190,13 @@ def set_aside(directory: Path, number: int, timeout: float) -> Path | None:
     return aside
 
 
-def prune_shards(directory: Path, kept: Collection[str]) -> None:
-    """Deletes the shards of checkpoints that are not `kept`: deleted ones, and those that a writer left unfinished."""
+def prune_shards(directory: Path, kept: Collection[str], dropped: Collection[str] = ()) -> None:
+    """Deletes the shards of the checkpoints `dropped`, and those that a writer left unfinished beside the checkpoints
+    `kept`. Older ones stay: their checkpoints may have been moved away, and come back.
+    """
     with contextlib.suppress(OSError):
         for folder in (directory / SHARDS).iterdir():
-            if folder.name not in kept:
+            if folder.name not in kept and (folder.name in dropped or folder.name > min(kept, default="~")):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

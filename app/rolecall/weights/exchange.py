@@ -26,6 +26,7 @@ ANSWER_SECONDS = 30.0  # for any other answer, beyond what the peer waits
 CHUNKS_SECONDS = 20.0  # for which a peer waits for chunks that it is to get
 RETRY_SECONDS = 1.0  # after a pull that nobody could serve
 LOOK_SECONDS = 0.25  # between two looks at sources that do not answer
+VAIN_OFFERS = 4  # of one version that nobody has, after which a line tells it
 SESSION_SECONDS = 60.0  # of one wait for a generation
 
 
@@ -68,6 +69,7 @@ class Exchange:
         self._connect, self._metrics = connect, metrics
         self._pending: PendingVersion | None = None  # the newest publication, until it is a version
         self._reads = False
+        self._gone: tuple[VersionId | None, int] = (None, 0)  # the version that nobody had, and how often in a row
         threading.Thread(target=self._run, name=f"weights {copies.name}", daemon=True).start()
 
     def publish(self, pending: PendingVersion) -> None:
@@ -164,7 +166,11 @@ class Exchange:
         the network would keep every pull from its end. Raises CallError if nobody can serve it."""
         started, copies, me = time.monotonic(), self.copies, connection.me[0]
         manifest = self._manifest(connection, offer)
-        if manifest is None:  # a newer one has taken its place, which the next offer names
+        if manifest is None:  # as a rule, a newer one has taken its place, which the next offer names
+            version_id, times = self._gone
+            self._gone = (offer.version_id, times + 1 if version_id == offer.version_id else 1)
+            if self._gone[1] == VAIN_OFFERS:
+                raise CallError(f"weights {copies.name!r}: no member has the newest version any more")
             connection.session.wait(LOOK_SECONDS)
             return
         version = copies.begin(manifest)

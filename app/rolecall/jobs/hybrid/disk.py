@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -61,12 +62,26 @@ class DiskTable(Table):
     def forward(self, bags: Bags) -> Tensor:
         """See `Table.forward`."""
         self._require_rows(bags.rows)
-        if len(bags.rows) > self.hot.most:
-            distinct, inverse = bags.rows.unique(return_inverse=True)
-            if len(distinct) > self.hot.most:  # they do not fit at once: from a copy, which takes no slots from others
-                return _pool(inverse, self.hot.fetch(distinct), bags)
+        if len(bags.rows) > self.hot.most and len(bags.rows.unique()) > self.hot.most:  # they do not fit at once
+            return torch.cat([self._pool_apart(part) for part in self._parts(bags)])
         with self.hot.holding(bags.rows) as slots:
             return _pool(slots, self.hot.values, bags)
+
+    def _parts(self, bags: Bags) -> Iterator[Bags]:
+        """`bags` in parts of at most as many elements as rows can be held at once, or of one bag that has more."""
+        begin, count = 0, len(bags.offsets) - 1
+        while begin < count:
+            most = bags.offsets[begin] + self.hot.most
+            end = max(begin + 1, int(torch.searchsorted(bags.offsets, most, right=True)) - 1)
+            offsets = bags.offsets[begin : end + 1]
+            here = slice(int(offsets[0]), int(offsets[-1]))
+            yield Bags(bags.rows[here], offsets - offsets[0], None if bags.weights is None else bags.weights[here])
+            begin = end
+
+    def _pool_apart(self, bags: Bags) -> Tensor:
+        """The sums of `bags` from a copy of their rows, which takes no slots from others."""
+        distinct, inverse = bags.rows.unique(return_inverse=True)
+        return _pool(inverse, self.hot.fetch(distinct), bags)
 
     def update(self, rows: Tensor, gradient: Tensor) -> None:
         """See `Table.update`."""

@@ -44,9 +44,9 @@ def depth_of(size: int) -> int:
     return max(1, min(DEPTH, DEPTH_BYTES // size))
 
 
-def hangs() -> TimeoutError:
-    """The error of a disk that does not answer."""
-    return TimeoutError(f"TABLE_DIR: no row was read for {WAIT:g} s; is its disk hanging?")
+def hangs(seconds: float) -> TimeoutError:
+    """The error of a disk that has not answered for `seconds`."""
+    return TimeoutError(f"TABLE_DIR: no row was read for {seconds:g} s; is its disk hanging?")
 
 
 class KernelReads:
@@ -111,7 +111,7 @@ class KernelReads:
         while done < count:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise hangs()
+                raise hangs(WAIT)
             limit = np.array([int(left), int(left % 1 * 1e9)], dtype=np.int64)
             try:
                 arguments = (count - done, count - done, self._events[done:].ctypes.data, limit.ctypes.data)
@@ -145,7 +145,9 @@ class ThreadReads:
         try:
             list(self._pool.map(read, range(min(THREADS, len(places))), timeout=WAIT))
         except FutureTimeoutError as error:
-            raise hangs() from error
+            self.close()
+            self._pool = ThreadPoolExecutor(THREADS)  # the other's threads may hang for long
+            raise hangs(WAIT) from error
         return pieces
 
     def close(self) -> None:

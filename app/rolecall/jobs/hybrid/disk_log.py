@@ -189,7 +189,7 @@ class LogStore:
         try:
             reads = self._readers.get(timeout=PATIENCE)
         except queue.Empty as error:
-            raise hangs() from error
+            raise hangs(PATIENCE) from error
         try:
             for some, target in zip(places.split(reads.depth), records.split(reads.depth), strict=True):
                 pieces = reads.read((some // self._shared * self._shared * self.stride).numpy())

@@ -24,7 +24,7 @@ from gymnasium.vector import AutoresetMode
 from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings, atari
 from rolecall.jobs.rl.messages import Array
-from rolecall.jobs.rl.spaces import Spaces, is_image, read
+from rolecall.jobs.rl.spaces import Spaces, is_image, read, shown
 
 # of a rollout that waits for the end of an episode: most episodes are far shorter, but some have no end
 MAX_ROLLOUT_STEPS = 20_000
@@ -97,7 +97,8 @@ def make(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[Vec
     The environment's own vector implementation is used if it resets in the next step and its observations need no
     change. With `render`, they are `Singles` that render RGB pictures, [height, width, 3] uint8.
 
-    Raises UsageError for an id that does not exist, environments that cannot be made, and spaces without a policy.
+    Raises UsageError for an id that does not exist, environments that cannot be made or differ in their spaces, and
+    spaces without a policy.
     """
     name = f"ENV_ID={settings.env_id}"
     with UsageError.wrap(f"{name}: cannot be made"):
@@ -106,9 +107,21 @@ def make(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[Vec
             envs = atari.vector(spec, num_envs, settings.cpu_threads) or _vector(spec, num_envs)
             if envs is not None:
                 return envs, read(envs.single_observation_space, envs.single_action_space, name)
-        singles = [_single(settings, spec or settings.env_id, render) for _ in range(num_envs)]
-        spaces = read(singles[0].observation_space, singles[0].action_space, name)
-        return Singles(singles, spaces.observation), spaces
+        singles: list[Env] = []
+        try:
+            while len(singles) < num_envs:
+                singles.append(env := _single(settings, spec or settings.env_id, render))
+                for space in ("observation_space", "action_space"):  # `Singles` would have them all alike
+                    seen, wanted = getattr(env, space), getattr(singles[0], space)
+                    if seen != wanted:
+                        text = f"makes environments of different spaces, {shown(seen)}, {shown(wanted)}"
+                        raise UsageError(f"{name}: {text}")
+            spaces = read(singles[0].observation_space, singles[0].action_space, name)
+            return Singles(singles, spaces.observation), spaces
+        except BaseException:
+            for env in singles:
+                env.close()
+            raise
 
 
 def describe(settings: RlSettings) -> Description:

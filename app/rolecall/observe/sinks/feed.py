@@ -18,6 +18,7 @@ from rolecall.messages.sinks import End, Open
 
 END_SECONDS = 20.0  # limit for all sinks at the end of a run
 CLOSE_SECONDS = 3.0  # at the end of this process, if the run had no end
+ONCE = {"mlflow", "wandb"}  # the sinks that leave out rows they have (once.py)
 ADVICE = {
     "tensorboard": "look at the space in CHECKPOINT_DIR/tensorboard",
     "mlflow": "look at MLFLOW_TRACKING_URI, and whether its server answers",
@@ -91,12 +92,15 @@ class Feed:
         """Has it write the rest, and the run's end. Then kills the process, after `limit` seconds at the latest."""
         if self._task is None:
             return
-        self._over.set_result(end)
-        done, _ = await asyncio.wait({self._task}, timeout=limit)
-        if not done:
-            self._warn(f"its end takes over {limit:g} s")
+        if not self._over.done():  # else the task that waits for it was cancelled
+            self._over.set_result(end)
+        try:
+            done, _ = await asyncio.wait({self._task}, timeout=limit)
+            if not done:
+                self._warn(f"its end takes over {limit:g} s")
+        finally:
             self._task.cancel()
-        await self._kill()
+            await self._kill()
 
     async def _kill(self) -> None:
         process, self._process = self._process, None
@@ -122,9 +126,10 @@ class Sinks:
         return {feed.pid for feed in self.feeds if feed.pid}
 
     def start(self, offset: int) -> None:
-        """Starts them, unless they were started: training begins, and its rows are in the history from `offset` on."""
+        """Starts them, unless they were started: training begins, and its rows are in the history from `offset` on.
+        Those that know what they have also get what came while they were down."""
         for feed in self.feeds:
-            feed.start(offset)
+            feed.start(0 if feed.name in ONCE else offset)
 
     async def end(self, state: str, summary: dict[str, Any] | None, limit: float = END_SECONDS) -> None:
         """Has them write everything, and the run's `summary`, at the end of the run, within `limit` seconds."""

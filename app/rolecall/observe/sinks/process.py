@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rolecall import machine
-from rolecall.messages.codec import decode_line
+from rolecall.messages.codec import MessageError, decode_line
 from rolecall.messages.sinks import End, Open
 from rolecall.record import files
 from rolecall.record.history import Row, read_rows
@@ -59,6 +59,10 @@ class Writer:
             self._retry_at = time.monotonic() + self._pause
 
     def _write_rows(self, sink: Sink) -> None:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._offset:  # not its inode's number, which changes on some network disks
+            self._report(f"{self._path.name} has become shorter: it is read from its start")
+            self._offset = 0
         rows, end = read_rows(self._path, self._offset)
         if rows:
             sink.write(rows)
@@ -83,11 +87,20 @@ class Writer:
 
 def _read_last(lines: queue.SimpleQueue[bytes]) -> None:
     """Passes on the last line of the input. Ends this process some time after its parent, even if a library hangs."""
-    line = sys.stdin.buffer.readline()
-    lines.put(line)
-    if not line:
-        time.sleep(ORPHAN_SECONDS)
-        os._exit(1)
+    lines.put(sys.stdin.buffer.readline())
+    while os.read(0, 4096):  # not by sys.stdin, whose lock Python's end would miss
+        pass
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(1)
+
+
+def _end(line: bytes) -> End:
+    """The message in the last `line`: a parent that was killed leaves none, or a torn one."""
+    try:
+        end: End = decode_line(End, line)
+    except MessageError:
+        return End("stopped")
+    return end
 
 
 def main(name: str) -> None:
@@ -113,7 +126,7 @@ def main(name: str) -> None:
             break
         except queue.Empty:
             writer.write()
-    writer.end(decode_line(End, last) if last else End("stopped"))
+    writer.end(_end(last))
 
 
 if __name__ == "__main__":

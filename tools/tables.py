@@ -34,6 +34,7 @@ ROOMS = (
     "record",
     "declare",
     "messages",
+    "life",
     "tunnel",
     "wire",
     "checkpoint",

@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOT_IMPORTS = {"errors", "fields", "config", "telemetry", "declare", "checkpoint", "context", "torch_rpc", "wire"}
 ROOT_IMPORTS |= {"export"}
 PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"}
-PURE |= {"msgspec", "operator", "typing"}
+PURE |= {"msgspec", "operator", "signal", "typing"}
+# what a core may import of this project: its own room, and what declares values
+CORES = {"gang": {"errors"}, "life": {"errors", "gang", "declare.task", "messages", "record"}}
 PUBLIC = set(rolecall.__all__)
 SUPPORT = "rolecall.jobs.support"  # shared by the jobs; the only one of them that imports more than the public API
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -120,13 +122,15 @@ def upward_imports(source: Source) -> list[str]:
 
 
 def impure_imports(source: Source) -> list[str]:
-    return [
-        str(one)
-        for one in source.imports
-        if room(one.importer) == "gang"
-        and room(one.module) not in ("gang", "errors")
-        and one.module.split(".")[0] not in PURE
-    ]
+    """Cores have no time, threads or I/O."""
+    problems = []
+    for one in source.imports:
+        core, module = room(one.importer), one.module.removeprefix("rolecall.")
+        if core not in CORES or one.module.split(".")[0] in PURE:
+            continue
+        if not {room(one.module), module} & {core, *CORES[core]} or module == one.module:
+            problems.append(str(one))
+    return problems
 
 
 def private_imports_of_jobs(source: Source) -> list[str]:

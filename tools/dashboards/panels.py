@@ -11,7 +11,7 @@ from tools.dashboards.queries import JOB, total
 SCHEMA = 41  # of dashboards, in Grafana 12
 WIDTH = 24
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-COLOURS = ("gray", "yellow", "green", "orange", "red", "blue", "purple")
+COLOURS = ("gray", "yellow", "blue", "orange", "green", "purple", "dark-orange", "red")
 Json = dict[str, Any]
 
 

@@ -150,10 +150,8 @@ class Verdict:
 class WorkerStatus(Struct, frozen=True, omit_defaults=True):
     """A member's newest worker, and how it ended.
 
-    A worker is `loading` until its role's object is made, or it needs its peers for that; then it is `ready`: it has no
-    generation. It is `starting` until it has met the workers of its generation, then `running`. `generation` and `join`
-    are those that it is, or was, a part of, or loads for. The `outcome` of one that is ready is `lost` if it could not
-    meet the others.
+    `state` is one of those that life/ has a table of. `generation` and `join` are those that it is, or was, a part of,
+    or loads for. The `outcome` of one that is ready is `lost` if it could not meet the others.
 
     | outcome | meaning |
     | --- | --- |

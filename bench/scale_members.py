@@ -12,7 +12,7 @@ from rolecall.config import Settings
 from rolecall.gang.member import RETRY_SECONDS, Member
 from rolecall.gang.protocol import Answer, Directive, Heartbeat, Rules, WorkerState, WorkerStatus
 from rolecall.messages.codec import decode, encode
-from rolecall.rank.coordinator import PATH
+from rolecall.tunnel.rank0 import HEARTBEAT_PATH
 
 AT_ONCE = 100  # members that join at the same time
 IDLE = WorkerStatus()
@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
         """The body of the answer."""
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(b"POST %b HTTP/1.1\r\nHost: rank-0\r\nContent-Type: application/json\r\n"
-                              b"Content-Length: %d\r\n\r\n%b" % (PATH.encode(), len(body), body))  # fmt: skip
+                              b"Content-Length: %d\r\n\r\n%b" % (HEARTBEAT_PATH.encode(), len(body), body))  # fmt: skip
         return self._answer
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ async def serving(
     )
     lead = Coordinator(describe.describe("rl", ["--observers", "1"]), settings, FIRST, "node")
     await lead.start(telemetry.build(telemetry.COORDINATOR, registry))
+    lead.checked()
     loops = [asyncio.create_task(loop) for loop in lead.loops()]
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.port}") as session:

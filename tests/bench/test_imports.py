@@ -1,4 +1,4 @@
-"""What the benchmarks import of the package is there. They are run by hand, so nothing else notices a name that moved."""
+"""Benchmarks import what is there: they are run by hand, so nothing else notices a name that moved."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ ROOMS = {
     "rolecall/jobs/script": 190,
     "rolecall/launch": 2350,
     "rolecall/life": 1090,  # what rank decided before, and its table of states
+    "rolecall/links": 760,
     "rolecall/messages": 560,  # the declarations and codecs of six rooms
     "rolecall/observe": 650,
     "rolecall/observe/doctor": 1080,
@@ -39,7 +40,7 @@ ROOMS = {
     "rolecall/wire": 3010,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 49830, "bench": 9120, "tools": 2040, "docs": 47000}
+TOTALS = {"tests": 49830, "bench": 9120, "tools": 2040, "docs": 47600}  # the states of the cores, from their docstrings
 
 
 def lines(path: Path) -> int:

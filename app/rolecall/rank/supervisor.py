@@ -150,8 +150,9 @@ class Supervisor:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
             elif member.acknowledged:
+                limit = member.rules.finish_grace + member.rules.lease  # by then the gang has settled
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._exits.wait(), member.rules.finish_grace + member.rules.lease)
+                    await self._or_signal(asyncio.wait_for(self._exits.wait(), limit))
                 scraped = self._scrapes.once_more()
                 if self.run_pid and not coordinator:  # `rolecall run` signals those that outlive rank 0
                     await scraped
@@ -313,9 +314,9 @@ class Supervisor:
         await waiter
         return FAILED if self.member.exit_code is None else self.member.exit_code
 
-    async def _or_signal(self, waiting: Coroutine[Any, Any, None]) -> None:
+    async def _or_signal(self, waiting: Coroutine[Any, Any, object]) -> None:
         """Waits until `waiting` is done or a signal arrives."""
-        waits = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
+        waits: set[asyncio.Task[Any]] = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -15,7 +15,7 @@ ROOMS = {
     "rolecall/context": 2880,
     "rolecall/declare": 1460,
     "rolecall/export": 920,
-    "rolecall/gang": 2000,
+    "rolecall/gang": 2300,  # its batches: which requests wait, what a member logs, when each is due
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
@@ -32,7 +32,7 @@ ROOMS = {
     "rolecall/observe/sinks": 690,
     "rolecall/observe/stacks": 630,
     "rolecall/observe/trace": 810,
-    "rolecall/rank": 4680,
+    "rolecall/rank": 4570,
     "rolecall/record": 1370,
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2050,

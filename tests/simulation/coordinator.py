@@ -20,7 +20,7 @@ class Coordinator:
 
     def __init__(self, simulation: Simulation, owner: Supervisor) -> None:
         self.simulation, self.owner, self.clock = simulation, owner, simulation.clock
-        disk, now = simulation.disk, self.clock.now
+        disk, now = simulation.disk, owner.now
         budget = simulation.code.after_restart(disk.budget, disk.newest[1], bool(disk.members))
         self.gang = simulation.code.gang(
             simulation.roles,
@@ -55,7 +55,7 @@ class Coordinator:
 
     def _drive(self, move: Callable[..., Effect | None], *arguments: Any) -> None:
         """Let the gang move on, and follow what happens."""
-        gang, promises, now = self.gang, self.simulation.promises, self.clock.now
+        gang, promises, now = self.gang, self.simulation.promises, self.owner.now
         if now - self.ticked > NAP:
             self.awake_since = now
         self.ticked = now
@@ -72,7 +72,7 @@ class Coordinator:
         self._enter()
         for key in before:
             if key not in gang.members:
-                promises.given_up(key, max(self.received_at.get(key, now), self.awake_since))
+                promises.given_up(key, now - max(self.received_at.get(key, now), self.awake_since))
         for event in gang.events:
             promises.happened(event)
         gang.events.clear()
@@ -141,23 +141,23 @@ class Coordinator:
         self.simulation.story.count("crash reported")
 
     def receive(self, post: Post) -> None:
-        now, beat = self.clock.now, post.beat
+        now, beat = self.owner.now, post.beat
         if post.sender.dead and beat.incarnation not in self.sequences:
             return  # only in a connection that was open before can something still arrive from the dead
         try:
             key = self.gang.receive_beat(beat, now)
         except RejectedError as error:
-            self.simulation.network.reply(post, error.reason)
+            self.simulation.network.reply(self, post, error.reason)
             return
         if key is None:
             self.simulation.story.count("whole heartbeat asked for")
-            self.simulation.network.reply(post, Answer(again=True))
+            self.simulation.network.reply(self, post, Answer(again=True))
             return
         if beat.sequence > self.sequences.get(beat.incarnation, 0):
             self.sequences[beat.incarnation] = beat.sequence
             self.received_at[key] = now
         if before := self.waiting.pop(key, None):
-            self.simulation.network.reply(before[0], self.gang.answer(key, before[0].beat))
+            self.simulation.network.reply(self, before[0], self.gang.answer(key, before[0].beat))
         if beat.heartbeat:
             self.pump()
         if self.owner.dead:
@@ -169,15 +169,15 @@ class Coordinator:
     def answer(self, post: Post, key: Key, received_at: float) -> None:
         """Answer a request that waits, if it is to be answered now."""
         if self.waiting.get(key) == (post, received_at):
-            answer = self.gang.answer_if_due(key, post.beat, received_at, self.clock.now)
+            answer = self.gang.answer_if_due(key, post.beat, received_at, self.owner.now)
             if answer is not None:
                 del self.waiting[key]
-                self.simulation.network.reply(post, answer)
+                self.simulation.network.reply(self, post, answer)
 
     def close(self) -> None:
         """Rank 0 leaves; the HTTP server closes when it has answered."""
         if self.gang.state in OVER:
             self.simulation.promises.all_have_acknowledged()
             for key, (post, _) in self.waiting.items():
-                self.simulation.network.reply(post, self.gang.answer(key, post.beat))
+                self.simulation.network.reply(self, post, self.gang.answer(key, post.beat))
             self.waiting.clear()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from rolecall.messages.worker import Result
 from tests.simulation.rank import Rank
-from tests.simulation.rules import LEASE, RULES
+from tests.simulation.rules import LEASE, RULES, SIGKILL
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -36,13 +37,16 @@ def raise_(simulation: Simulation, random: Random) -> None:
 def _worker_dies(simulation: Simulation, rank: Rank, outcome: str) -> None:
     simulation.hurt(rank, 0, f"worker {outcome}")
     if rank.worker and rank.worker.exists and (outcome == "killed" or not rank.worker.frozen):
-        rank.worker.end(outcome, "" if outcome == "killed" else f"KeyError at {simulation.clock.now:.3f}")
+        if outcome == "killed":
+            rank.worker.exit(SIGKILL)
+        else:
+            rank.worker.end(Result("failed", f"KeyError at {simulation.clock.now:.3f}"))
 
 
 def kill_rank(simulation: Simulation, random: Random, rank: Rank | None = None) -> None:
     rank = rank or simulation.any_rank(random)
-    if rank.worker and rank.worker.exists:
-        rank.worker.end("killed")
+    for process in [*rank.processes]:
+        process.exit(SIGKILL)
     kill_supervisor(simulation, random, rank)
 
 
@@ -78,6 +82,20 @@ def flaky(simulation: Simulation, random: Random) -> None:
     if rank.role.elastic:
         rank.dies_young = simulation.clock.now + random.uniform(5, 30)
         simulation.hurt(rank, rank.dies_young + 3 - simulation.clock.now, "dies young")
+
+
+def no_forks(simulation: Simulation, random: Random) -> None:
+    """Its fork server is killed, again and again."""
+    rank, seconds = simulation.any_rank(random), random.uniform(1, 10)
+    simulation.hurt(rank, seconds + 3, f"cannot fork for {seconds:.1f} s")
+    rank.forks_fail_until = simulation.clock.now + seconds
+
+
+def kill_spares(simulation: Simulation, random: Random) -> None:
+    for rank in simulation.ranks:
+        for process in [*rank.processes]:
+            if process is not rank.worker and random.random() < 0.5:
+                process.exit(SIGKILL)
 
 
 def leave(simulation: Simulation, random: Random) -> None:

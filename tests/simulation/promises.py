@@ -32,13 +32,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import ACTIVE, ATTACHED, FENCE, OVER, Event, Heartbeat, Key, name_of
+from rolecall.life.parts import PartId
+from rolecall.life.process import WorkerLife
 from tests.simulation.rank import Rank
-from tests.simulation.rules import AWAKE, LEASE, ORPHAN, RULES, SETTLE
+from tests.simulation.rules import AWAKE, LEASE, ORPHAN, PHASE, RULES, SETTLE
 
 if TYPE_CHECKING:
     from tests.simulation.coordinator import Coordinator
@@ -97,7 +99,7 @@ class Promises:
         self.members[number] = tuple(lead.gang.generation.members)
         self.joins.clear()
         self.generations += 1
-        simulation.all_workers = [worker for worker in simulation.all_workers if worker.alive]
+        simulation.all_workers = [worker for worker in simulation.all_workers if not worker.dead]
         self.clock.at(0, None, self._watch_all)
 
     def numbered(self, number: int) -> None:
@@ -124,6 +126,8 @@ class Promises:
         self.log(f"{worker.rank.name} has a worker for {part}, part {worker.join}")
         if (generation, key, worker.join) in self.attachments:
             self.fail(f"two workers are {part}")
+        if not worker.supervisor.dead and worker is not worker.supervisor.worker:
+            self.fail(f"{part} is a worker that is not its rank's own")
         if worker.replaced_by is self.simulation.lead:
             self.fail(f"the worker of {name_of(key)} was to be replaced, and goes on as {part}")
         self.attachments.add((generation, key, worker.join))
@@ -136,8 +140,9 @@ class Promises:
 
     def knows(self, worker: Worker) -> None:
         """A worker learned who is in its generation."""
+        assert worker.attachment is not None
         first = self.members[worker.generation]
-        if worker.members[: len(first)] != first or not {worker.key, *worker.joined} <= set(worker.members):
+        if tuple((peer.role, peer.ordinal) for peer in worker.attachment.members[: len(first)]) != first:
             self.fail(f"{name_of(worker.key)} of generation {worker.generation} has another generation's members")
 
     def _watch_all(self) -> None:
@@ -152,7 +157,7 @@ class Promises:
         supervisor = worker.supervisor
         excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
         if worker.rank.twins and worker.lead is not self.simulation.lead:
-            excused = max(excused, supervisor.member.contact + FENCE * LEASE + AWAKE)
+            excused = max(excused, supervisor.member.contact - worker.rank.clock_ahead + FENCE * LEASE + AWAKE)
         if supervisor.dead:
             excused = max(supervisor.died_at, worker.thawed_at) + ORPHAN
         elif supervisor.frozen:
@@ -163,6 +168,66 @@ class Promises:
                 f"{self.newest}"
             )
         self.clock.at(excused + 0.002 - self.clock.now, None, self.watch_old, worker)
+
+    # -- a worker's parts
+
+    def serves(self, worker: Worker, part: PartId) -> None:
+        """Peers may call it, as that part."""
+        if part != worker.part or worker.hooking or (worker.has_hook and part not in worker.hooked):
+            self.fail(f"{name_of(worker.key)} serves part {part} as {worker.part} before it may")
+        if part in worker.served:
+            self.fail(f"{name_of(worker.key)} serves part {part} twice")
+        worker.served.append(part)
+
+    def calls_attached(self, worker: Worker, part: PartId) -> None:
+        if worker.hooking or part in worker.hooked or not worker.has_hook:
+            self.fail(f"{name_of(worker.key)} calls `attached` twice, or as another one runs")
+        worker.hooking = True
+        worker.hooked.append(part)
+
+    def runs(self, worker: Worker, part: PartId) -> None:
+        """Its role's function is called."""
+        if part != worker.part or part not in worker.served or part in worker.ran:
+            self.fail(f"{name_of(worker.key)} runs for part {part} twice, or before it serves")
+        worker.ran.append(part)
+
+    def leaves(self, worker: Worker, part: PartId) -> None:
+        self.log(f"{name_of(worker.key)} leaves generation {part.generation}, part {part.join}")
+        if part in worker.left:
+            self.fail(f"{name_of(worker.key)} leaves part {part} twice")
+        worker.left.append(part)
+
+    def told_to_leave(self, worker: Worker) -> None:
+        """Its supervisor has sent it a directive to leave its generation."""
+        self.clock.at(LEASE + 2 * AWAKE, worker.supervisor, self._has_left, worker, worker.part, self.clock.now)
+
+    def _has_left(self, worker: Worker, part: PartId, since: float) -> None:
+        if worker.attached and worker.part == part and worker.supervisor.thawed_at < since:
+            self.fail(f"{name_of(worker.key)} was told to leave {part} at {since:.1f}, and has not left")
+
+    def makes(self, supervisor: Supervisor, worker: Worker) -> None:
+        """A rank makes a worker, which is its own or a spare."""
+        spares = supervisor.workers.spares
+        count = self.simulation.spares(worker.key[0]).count if spares else 0
+        others = [each for each in supervisor.processes.values() if each.number not in spares and not each.dead]
+        if worker.number not in spares and others != [worker]:
+            self.fail(f"{supervisor.rank.name} has two workers")
+        if len(spares) > (0 if supervisor.rank.first else count):
+            self.fail(f"{supervisor.rank.name} has {len(spares)} spares")
+
+    def ends(self, worker: Worker, life: WorkerLife, *, is_own: bool) -> None:
+        """Its supervisor knows that it has ended, and how."""
+        outcome = worker.said or ("stopped" if worker.code == 0 else "killed")
+        if life.outcome not in ({outcome} if worker.said else {outcome, *worker.ordered}):
+            self.fail(f"{name_of(worker.key)} ended as {outcome}, and its supervisor says {life.outcome}")
+        if is_own:
+            self.loses(f"the worker of {name_of(worker.key)} ended: {life.outcome}")
+
+    def refuses(self, supervisor: Supervisor, problem: str) -> None:
+        """A rank cannot work, as the check of its settings says: it took too long, or was killed."""
+        self.log(f"{supervisor.rank.name}: {problem}")
+        if supervisor.rank.hurt_until + PHASE < self.clock.now:
+            self.fail(f"{supervisor.rank.name} refuses to work: {problem}")
 
     # -- what workers share
 
@@ -188,20 +253,20 @@ class Promises:
     def obeys(self, supervisor: Supervisor, heartbeat: Heartbeat) -> None:
         """A member reports what it has carried out."""
         directive, worker = supervisor.member.directive, supervisor.worker
-        if not (directive and directive.drain and directive.epoch == heartbeat.epoch and worker and worker.alive):
+        if not (directive and directive.drain and directive.epoch == heartbeat.epoch and worker and not worker.dead):
             return
-        if worker.generation == directive.generation and not worker.told:
+        if supervisor.status.generation == directive.generation and not worker.told:
             self.fail(f"{name_of(worker.key)} was never told to drain")
 
     # -- who is in
 
-    def given_up(self, key: Key, since: float) -> None:
-        """A member is no longer one; it was silent `since` then, and the coordinator awake."""
+    def given_up(self, key: Key, silence: float) -> None:
+        """A member is no longer one; it was silent for `silence` seconds, and the coordinator awake."""
         self.log(f"{name_of(key)} is given up for its silence")
         if worker := self.simulation.workers.get((self.newest, key)):
             worker.replaced_by = None
-        if self.clock.now - since < LEASE:
-            self.fail(f"{name_of(key)} is given up after {self.clock.now - since:.2f} s, a lease is {LEASE:g} s")
+        if silence < LEASE:
+            self.fail(f"{name_of(key)} is given up after {silence:.2f} s, a lease is {LEASE:g} s")
 
     def refused(self, rank: Rank, reason: str) -> None:
         self.log(f"{rank.name} is refused: {reason}")
@@ -219,9 +284,9 @@ class Promises:
         if kind == "lost":
             self._lost(event)
         if kind in ("generation", "failed"):
-            lead.gathering_since, waited = self.clock.now, self.clock.now - lead.gathering_since
+            lead.gathering_since, waited = lead.owner.now, lead.owner.now - lead.gathering_since
         if kind == "stopped" and event.cause != "drained":
-            self._stopped(lead.gang)
+            self._stopped(lead)
         elif kind == "failed":
             self._failed(event.reason, waited)
 
@@ -234,21 +299,21 @@ class Promises:
         for (generation, key), worker in self.simulation.workers.items() if event.cause == "replaced" else ():
             if generation == self.newest and reason.endswith(f"another worker of {name_of(key)}"):
                 worker.replaced_by = self.simulation.lead
-        if "ended: " in reason or "does not answer" in reason:
+        if "ended: " in reason or re.match(r"\w+ does not answer", reason):
             self.losses[reason] -= 1
             if self.losses[reason] < 0:
                 self.fail(f"lost by what never happened: {reason}")
 
-    def _stopped(self, gang: Gang) -> None:
-        simulation = self.simulation
+    def _stopped(self, lead: Coordinator) -> None:
+        simulation, gang = self.simulation, lead.gang
+        started = gang.generation.started - lead.owner.rank.clock_ahead
         first = simulation.workers.get((gang.generation.number, simulation.rank0))
         if first is None or first.step == 0:
             return
         well = dict.fromkeys((role.name for role in simulation.roles), 0)
         for key in gang.generation.keys:
             worker = simulation.workers.get((gang.generation.number, key))
-            ended = worker is None or not worker.attached
-            if ended or worker.rank.hurt_until >= gang.generation.started:
+            if worker is None or not worker.attached or worker.rank.hurt_until >= started:
                 if not simulation.elastic(key):
                     return
             elif key not in gang.generation.lost_keys:
@@ -275,7 +340,7 @@ class Promises:
         if self.simulation.disk.done is not None:
             self.fail("DONE is written twice")
         first = self.simulation.workers.get((lead.gang.generation.number, self.simulation.rank0))
-        if first is None or first.outcome != "finished":
+        if first is None or first.said != "finished":
             self.fail("DONE is written, and worker 0 has not finished")
 
     def stays_over(self, before: str, state: str) -> None:
@@ -298,8 +363,9 @@ class Promises:
     def trains(self) -> None:
         """Everybody has been well for `SETTLE` seconds, and the schedule has not come to its end."""
         if self.simulation.doomed or not self.simulation.trains:
-            gang = self.simulation.lead.gang if self.simulation.lead else None
-            state = f"{gang.state}, waiting for {gang.missing(self.clock.now)}" if gang else "no coordinator"
+            state = "no coordinator"
+            if lead := self.simulation.lead:
+                state = f"{lead.gang.state}, waiting for {lead.gang.missing(lead.owner.now)}"
             self.fail(f"not training {SETTLE:g} s after everybody was well: {state}")
 
     def not_settled(self) -> None:

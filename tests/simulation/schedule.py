@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from tests.simulation.ambushes import ambush
+from tests.simulation.ambushes import ambush, ambush_messages
 from tests.simulation.faults import (
     cut,
     cut_first,
@@ -25,9 +25,11 @@ from tests.simulation.kills import (
     kill_elastic,
     kill_first,
     kill_rank,
+    kill_spares,
     kill_supervisor,
     kill_worker,
     leave,
+    no_forks,
     raise_,
     trap,
 )
@@ -39,6 +41,7 @@ from tests.simulation.pauses import (
     freeze_first,
     freeze_supervisor,
     freeze_worker,
+    jump_clock,
     orphan_first,
     thaw,
 )
@@ -81,6 +84,11 @@ KINDS: tuple[Fault, ...] = (
     orphan_first,
     slow_disk,
     hanging_disk,
+    ambush_messages,
+    ambush_messages,
+    no_forks,
+    jump_clock,
+    kill_spares,
 )
 HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [kill_first, slow, kill_worker],
@@ -96,6 +104,8 @@ HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [hanging_disk, leave, kill_worker],
     [slow_disk, kill_rank, add, leave],
     [slow_first, leave, add, kill_worker],
+    [ambush_messages],
+    [ambush_messages, leave, kill_worker],
 )
 HARD_ON_JOINS: tuple[list[Fault], ...] = (  # of members that stay
     [kill_elastic],
@@ -106,6 +116,8 @@ HARD_ON_JOINS: tuple[list[Fault], ...] = (  # of members that stay
     [kill_elastic, freeze_supervisor, kill_supervisor],
     [kill_elastic, add, unwritable],
     [kill_elastic, ambush, ambush],
+    [kill_elastic, ambush_messages, ambush_messages],
+    [kill_elastic, kill_spares, no_forks],
 )
 
 
@@ -150,7 +162,7 @@ class Schedule:
         for rank in simulation.ranks:
             if not rank.cut_for_good:
                 rank.cut_to = rank.cut_from = 0.0
-            rank.frozen_until = rank.dies_young = 0.0
+            rank.frozen_until = rank.dies_young = rank.forks_fail_until = 0.0
             rank.slow = 0.0, 0.0
         for process in (*simulation.all_workers, *(rank.supervisor for rank in simulation.ranks)):
             if process:

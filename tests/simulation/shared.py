@@ -57,18 +57,20 @@ class Store:
         host = simulation.workers.get((generation, simulation.rank0))
         if host is None or host.frozen or simulation.network.cut(host.rank):
             return
-        if host.state == "running":
+        if host.core.step in ("met", "introduced", "serving"):
             self._join(host)
             return
-        prefix = simulation.safeguards.prefix
-        workers = (simulation.workers.get((generation, key)) for key in host.members)
+        prefix, attachment = simulation.safeguards.prefix, host.attachment
+        assert attachment is not None
+        present = [(peer.role, peer.ordinal) for peer in attachment.members if peer.name not in attachment.lost]
+        workers = (simulation.workers.get((generation, key)) for key in present)
         if prefix and any(worker is None or not self._there(worker) for worker in workers):
             return  # the first that is not there ends the search
         meeting: dict[Key, Worker] = {}
         for worker in simulation.all_workers:  # the eldest first
-            if (worker.generation == generation or not prefix) and self._there(worker) and worker.key in host.members:
+            if (worker.generation == generation or not prefix) and self._there(worker) and worker.key in present:
                 meeting.setdefault(worker.key, worker)
-        if len(meeting) < len(host.members):
+        if len(meeting) < len(present):
             return
         for worker in meeting.values():
             simulation.promises.meets(worker, generation)
@@ -86,4 +88,4 @@ class Store:
 
     def _there(self, worker: Worker) -> bool:
         cut = self.simulation.network.cut(worker.rank)
-        return worker.here and worker.state == "joining" and not worker.frozen and not cut
+        return worker.ready_to_meet and worker.core.step == "meeting" and not worker.frozen and not cut

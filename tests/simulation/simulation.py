@@ -10,6 +10,8 @@ from rolecall.gang.budget import after_restart
 from rolecall.gang.gang import Gang
 from rolecall.gang.member import Member
 from rolecall.gang.protocol import OVER, Budget, Key
+from rolecall.life.parts import WorkerParts
+from rolecall.life.workers import RankWorkers, SpareRules
 from tests.simulation.ambushes import Ambushes
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import Coordinator
@@ -30,6 +32,8 @@ class Code:
 
     gang: type[Gang] = Gang
     member: type[Member] = Member
+    workers: type[RankWorkers] = RankWorkers
+    parts: type[WorkerParts] = WorkerParts
     after_restart: Callable[[Budget, int, bool], Budget] = after_restart
 
 
@@ -71,7 +75,12 @@ class Simulation:
 
     def _draw_job(self, random: Random) -> None:
         roles = random.choice(JOBS)
+        size = Random(f"{self.seed} size")
+        if not self.size and size.random() < 0.04:
+            self.size = size.randint(6, 30)
         self.roles = enlarged(with_stays(roles) if Random(f"{self.seed} stays").random() < 0.6 else roles, self.size)
+        self._specs = {role.name: role for role in self.roles}
+        self._spare_count = Random(f"{self.seed} spares").choice((0, 0, 0, 1, 2))
         self.rank0: Key = (self.roles[0].name, 0)
         self.goal = random.choice((40, 100, 10_000, 10_000))
         self.doomed: tuple[str, float] | None = None
@@ -128,7 +137,7 @@ class Simulation:
         if lead is None or lead.owner.dead or lead.gang.state != "running":
             return False
         worker = self.workers.get((lead.gang.generation.number, self.rank0))
-        return worker is not None and worker.state == "running" and worker.step > worker.base
+        return worker is not None and worker.attached and worker.step > worker.base
 
     def outside(self, gang: Gang) -> list[Key]:
         """The members that are to join the generation of `gang`, since their role stays, and are not in."""
@@ -186,4 +195,11 @@ class Simulation:
         return sum(other.wanted and not other.cut_for_good for other in others)
 
     def elastic(self, key: Key) -> bool:
-        return next(role.elastic for role in self.roles if role.name == key[0])
+        return self._specs[key[0]].elastic
+
+    def stays(self, key: Key) -> bool:
+        return key[0] in self._specs and self._specs[key[0]].stays  # a check may be for no role
+
+    def spares(self, role: str) -> SpareRules:
+        """How many spares a rank with `role` keeps."""
+        return SpareRules(self._spare_count if self._specs[role].stays else 0, pause=1.0)

@@ -1,18 +1,28 @@
-"""A model of rolecall/rank/supervisor.py around the member under test: process, timers, and one request at a time."""
+"""A supervisor around the member and the workers under test, as rank/supervisor.py and rank/worker_manager.py are."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from rolecall.errors import USAGE
 from rolecall.gang.member import RETRY_SECONDS, Action
-from rolecall.gang.protocol import Answer, Directive, Heartbeat, WorkerStatus
+from rolecall.gang.protocol import DETACH, FENCE, Answer, Heartbeat, Outcome, WorkerStatus
+from rolecall.life import process, workers
+from rolecall.life.workers import Batch, Times
+from rolecall.messages import worker as messages
+from rolecall.record.history import Start
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Post
 from tests.simulation.rank import Rank
-from tests.simulation.rules import LEASE, PATIENCE, RULES, WATCH
-from tests.simulation.worker import Worker
+from tests.simulation.rules import LEASE, PHASE, RULES, SIGKILL, STOP, WATCH
+from tests.simulation.worker import Exit, Worker
+
+TICK_SECONDS = 0.5  # a longer pause of this process counts for no deadline
+DUMP_TIMEOUT_SECONDS = 1.0
+REPORT_TICKS = 4
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -22,25 +32,36 @@ class Supervisor(Process):
     """Translates between its member, which decides, and what the simulation models."""
 
     def __init__(self, simulation: Simulation, rank: Rank) -> None:
-        super().__init__(simulation.clock)
-        self.simulation, self.rank = simulation, rank
+        super().__init__(simulation.clock, rank)
+        self.simulation = simulation
         simulation.incarnations += 1
         self.incarnation = f"{simulation.incarnations:04x}"
         role = "" if rank.unnamed else rank.role.name
         me = Heartbeat(role, rank.ordinal, self.incarnation, sequence=0, node=rank.node)
-        self.member = simulation.code.member(RULES, me, self.clock.now)
-        self.worker: Worker | None = None
+        self.member = simulation.code.member(RULES, me, self.now)
+        self.workers = simulation.code.workers(role, Times(LEASE, PHASE), spares=simulation.spares)
+        self.processes: dict[int, Worker] = {}
         self.coordinator: Coordinator | None = None
         self.post: Post | None = None
         self.action: Action | None = None  # under way
         self.news = self.joined = False
         self.connected = False  # a connection to rank 0 is open
         self.born = self.joined_at = self.clock.now
-        self.clock.at(self.clock.random.uniform(0.3, 2.5), self, self.join)
+        self._ticks = 0
+        self._due = math.inf  # when time passes for the workers
+        self.clock.at(self.clock.random.uniform(0.1, 1.5), self, self._check, role)
 
     @property
     def status(self) -> WorkerStatus:
-        return self.worker.status if self.worker else WorkerStatus()
+        return self.workers.status()
+
+    @property
+    def worker(self) -> Worker | None:
+        """The rank's own worker, the newest."""
+        return None if self.workers.current is None else self.processes[self.workers.current]
+
+    def _check(self, role: str) -> None:
+        self.perform(self.workers.check(role, self.now))
 
     def join(self) -> None:
         if self.rank.first and not self._coordinate():
@@ -86,7 +107,7 @@ class Supervisor(Process):
         beat = self.member.beat(self.status)
         if beat.heartbeat:
             self.simulation.promises.obeys(self, beat.heartbeat)
-        self.post = Post(self, beat, self.clock.now)
+        self.post = Post(self, beat, self.now)
         self.clock.at(LEASE / 2, self, self.failed, self.post)
         self.simulation.network.send(self.post)
 
@@ -100,7 +121,7 @@ class Supervisor(Process):
             self.simulation.refused(self.rank, answer)
             self.member.refused()
             self.check_exit()
-        elif self.member.answered(post.beat, post.sent_at, answer, self.clock.now):
+        elif self.member.answered(post.beat, post.sent_at, answer, self.now):
             self.clock.at(0, self, self.act)
             self.check_exit()
             if not self.dead:
@@ -112,7 +133,7 @@ class Supervisor(Process):
         if post is not self.post:
             return
         self.post, self.connected = None, False
-        self.member.failed(self.clock.now)
+        self.member.failed(self.now)
         self.clock.at(RETRY_SECONDS, self, self.retry, self.member.retries)
         self.check_exit()
 
@@ -120,108 +141,159 @@ class Supervisor(Process):
         if self.post is None and retries == self.member.retries:
             self.send()
 
+    # -- workers
+
+    def perform(self, batch: Batch) -> None:
+        """Does what its workers' lives require."""
+        for effect in batch.effects:
+            match effect:
+                case workers.Make():
+                    self.processes[effect.number] = worker = Worker(self.simulation, self, effect)
+                    self.simulation.all_workers.append(worker)
+                    self.rank.processes.append(worker)
+                    self.simulation.promises.makes(self, worker)
+                case workers.Do(number, order):
+                    self._do(self.processes[number], order)
+                case workers.HandOver():
+                    self.clock.at(0, self, lambda: self.perform(self.workers.handed_over(self.now)))
+                case workers.Refuse(problem):
+                    self.simulation.promises.refuses(self, problem)
+                    self.exit(USAGE)
+                    return
+        if self.workers.current is not None:
+            self.rank.worker = self.processes[self.workers.current]
+        if batch.changed:
+            self.send_soon()
+        if batch.done:
+            self.clock.at(0, self, self._acted)
+        if self.processes.keys() != self.workers.lives.keys():
+            self.processes = {number: self.processes[number] for number in self.workers.lives}
+        if batch.deadline < min(self._due, math.inf):
+            self._due = batch.deadline
+            seconds = min(max(batch.deadline - self.now, 0.0), TICK_SECONDS)
+            self.clock.at(seconds, self, self._pass_time, self.now + seconds)
+
+    def _pass_time(self, due: float) -> None:
+        self._due = math.inf
+        if self.now - due > TICK_SECONDS:
+            self.workers.suspended(self.now - due)
+        self.perform(self.workers.tick(self.now))
+
+    def _do(self, worker: Worker, order: process.Effect) -> None:
+        random = self.clock.random
+        match order:
+            case process.Fork():
+                if self.rank.forks_fail_until > self.clock.now:
+                    self.clock.at(random.uniform(0.05, 1), self, self._not_forked, worker)
+                else:
+                    self.clock.at(random.choice((0.05, 0.1, 1.5)), None, worker.forked)
+            case process.Send(message):
+                worker.told |= isinstance(message, messages.Drain)
+                if isinstance(message, messages.Detach):
+                    self.simulation.promises.told_to_leave(worker)
+                worker.down.send(message)
+            case process.Record(rows):
+                for row in rows:
+                    if self.coordinator and isinstance(row, Start):
+                        self.coordinator.gang.resumed(row.step)
+            case process.LogStacks(silent):
+                seconds = random.uniform(0.05, DUMP_TIMEOUT_SECONDS if silent else 0.2)
+                self.clock.at(seconds, self, lambda: self.perform(self.workers.dumped(worker.number, self.now)))
+            case process.Kill():
+                worker.ordered = worker.ordered or {"stopped"}
+                self.clock.at(random.uniform(0.01, STOP), None, worker.exit, SIGKILL)
+
+    def _not_forked(self, worker: Worker) -> None:
+        worker.dead = True
+        self.rank.processes.remove(worker)
+        self._end(worker, lambda: self.workers.not_forked(worker.number, "cannot fork", self.now, killed=True))
+
+    def _end(self, worker: Worker, end: Callable[[], Batch]) -> None:
+        life, is_own = self.workers.lives[worker.number], worker is self.worker and not worker.check
+        batch = end()
+        self.simulation.promises.ends(worker, life, is_own=is_own)
+        self.perform(batch)
+
+    def heard(self, worker: Worker, message: Any) -> None:
+        """What comes by the pipe of `worker`: that it exists, its messages, and that it has ended."""
+        if message is worker:
+            self.perform(self.workers.forked(worker.number, self.now))
+        elif not isinstance(message, Exit):
+            self.perform(self.workers.received(worker.number, message, self.now))
+        else:
+            killer = "killed by SIGKILL" if worker.code == SIGKILL else ""
+            exit = process.Exit(worker.code, killer)
+            self._end(worker, lambda: self.workers.exited(worker.number, exit, self.now))
+
+    def kill(self, outcome: Outcome) -> None:
+        """Kills the rank's worker."""
+        if self.workers.current is not None:
+            self.simulation.story.log(f"{self.rank.name} kills its worker: {outcome}")
+            self._kill(self.workers.current, outcome)
+
+    def _kill(self, number: int, outcome: Outcome) -> None:
+        worker = self.processes[number]
+        worker.ordered.add(outcome)
+        self.perform(self.workers.kill(number, outcome, self.now, over=worker.dead))
+
     # -- actions
 
     def act(self) -> None:
-        action = self.member.next_action(self.status)
-        if action is None:
-            return
-        self.action, directive, worker = action, action.directive, self.worker
-        match action.kind:
-            case "start" | "load":
-                key = (directive.role, directive.ordinal)
-                self.worker = self.rank.worker = Worker(self.simulation, self, key, directive)
-                self.simulation.all_workers.append(self.worker)
-                return  # `worker_forked` follows
-            case "end" if worker and worker.alive:
-                worker.kill("stopped")
-                return  # `worker_ended` follows
-            case "detach" if worker and worker.attached:
-                self.detach(worker)
-                return  # `worker_detached` or `worker_ended` follows
-            case "attach" if worker and worker.alive:
-                worker.attach(directive)
-            case "update" if worker and worker.alive:
-                self._update(worker, directive)
-        self.acted()
+        if self.action is None and (action := self.member.next_action(self.status)):
+            self.action = action
+            self.perform(self.workers.carry_out(action, self.now))
 
-    def _update(self, worker: Worker, directive: Directive) -> None:
-        if directive.kind == "load":
-            worker.relabel(directive)
-        else:
-            worker.update(directive)
-            if directive.kind == "run":
-                self.simulation.promises.knows(worker)
-            worker.drain = worker.drain or directive.drain
-            worker.told = worker.told or directive.drain
-
-    def detach(self, worker: Worker, problem: str = "") -> None:
-        """Tell the worker to leave its generation; one that does not is killed."""
-        worker.detach(problem)
-        self.clock.at(PATIENCE, self, self._lose_patience, worker, worker.part)
-
-    def _lose_patience(self, worker: Worker, part: tuple[int, int]) -> None:
-        if worker.attached and part == worker.part:
-            worker.kill("stopped")
-
-    def worker_detached(self, worker: Worker) -> None:
-        if worker is self.worker:
+    def _acted(self) -> None:
+        if not self.joined:
+            self.join()
+        elif self.action is not None:
+            self.member.action_done(self.action)
+            self.action = None
             self.send_soon()
-            if self.action and self.action.kind == "detach":
-                self.acted()
-
-    def acted(self) -> None:
-        assert self.action is not None
-        self.member.action_done(self.action)
-        self.action = None
-        self.send_soon()
-        self.clock.at(0, self, self.act)
-        self.check_exit()
-
-    def worker_forked(self, worker: Worker) -> None:
-        if worker is self.worker and self.action and self.action.kind in ("start", "load"):
-            self.acted()
-
-    def worker_ended(self, worker: Worker) -> None:
-        if worker is self.worker:
-            self.send_soon()
-            if self.action:
-                self.acted()
+            self.act()
+            self.check_exit()
 
     # -- time and the end
 
     def tick(self) -> None:
-        heartbeat = self.worker.last_heartbeat if self.worker else None
-        outcome = self.member.tick(self.clock.now, heartbeat, self.worker is not None and self.worker.attached)
-        if outcome == "detach" and self.worker and self.worker.attached:
-            self.detach(self.worker, "rank 0 is silent")
-        elif outcome and self.worker and self.worker.alive:
-            self.simulation.story.log(f"{self.rank.name} kills its worker: {outcome}")
-            self.worker.kill(outcome)
+        now, life = self.now, self.workers.worker
+        self._ticks += 1
+        for number, worker in self.processes.items() if self._ticks % REPORT_TICKS == 0 else ():
+            if worker.exists and not worker.frozen and worker.up.is_empty:
+                self.perform(self.workers.received(number, messages.Report(worker.step), now))
+        heartbeat = life.last_heartbeat if life else None
+        order = self.member.tick(now, heartbeat, life is not None and life.attached)
+        if order == "detach":
+            self.perform(self.workers.detach(now + LEASE * (FENCE - DETACH), "rank 0 does not answer", now))
+        elif order:
+            self.kill(order)
+        for number in [*self.workers.spares]:
+            if self.member.is_silent(now, self.workers.lives[number].last_heartbeat):
+                self._kill(number, "silent")
         self.clock.at(WATCH, self, self.tick)
         self.check_exit()
 
     def leave(self) -> None:
-        self.member.leave(self.clock.now)
+        self.member.leave(self.now)
         self.send_soon()
         self.check_exit()
 
     def check_exit(self) -> None:
         gang = self.coordinator.gang if self.coordinator else None
-        if not self.dead and self.member.exits(gang is None or gang.settled(self.clock.now)):
+        if not self.dead and self.member.exits(gang is None or gang.settled(self.now)):
             assert self.member.exit_code is not None
             if self.coordinator:
                 self.coordinator.close()
             self.exit(self.member.exit_code)
 
     def exit(self, code: int) -> None:
-        if self.worker and self.worker.alive:
-            self.worker.kill("stopped")
+        for worker in self.processes.values():
+            self.clock.at(self.clock.random.uniform(0.01, STOP), None, worker.exit, SIGKILL)
         self.die()
         self.simulation.exited(self.rank, code)
 
     def die(self) -> None:
         self.dead, self.died_at = True, self.clock.now
         self.post = None
-        if self.worker and self.worker.alive and not self.worker.why:
-            self.worker.orphan()
+        for worker in self.processes.values():
+            worker.orphan()

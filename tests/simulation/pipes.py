@@ -1,0 +1,43 @@
+"""The pipe between a supervisor and its worker: messages arrive in order, after a while."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.clock import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+
+class Pipe:
+    """One direction: what `sender` writes, `read` takes in the process `receiver`."""
+
+    def __init__(self, simulation: Simulation, sender: Process, receiver: Process, read: Callable[[Any], None]) -> None:
+        self.simulation, self.sender, self.receiver, self._read = simulation, sender, receiver, read
+        self._messages: deque[Any] = deque()
+
+    def send(self, message: Any) -> None:
+        """`sender` writes a message, if it lives to do so; faults may strike at each message."""
+        name = type(message).__name__
+        self.simulation.ambushes.at_message(name, self.sender, self.receiver, self._write, message)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._messages
+
+    def close(self, end: Any) -> None:
+        """`sender` has ended: `end` arrives after what it has sent."""
+        self._write(end)
+
+    def _write(self, message: Any) -> float:
+        self._messages.append(message)
+        delay = self.simulation.clock.random.random() * 0.01
+        self.simulation.clock.at(delay, self.receiver, self._take)
+        return delay
+
+    def _take(self) -> None:
+        if self._messages:
+            self._read(self._messages.popleft())

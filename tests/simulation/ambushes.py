@@ -19,6 +19,7 @@ MESSAGES = (
     *("Attach", "Detach", "Update", "Drain", "End"),  # to a worker
     *("Loaded", "Connected", "Detached", "PeerLost", "DrainRefused", "Result", "Report"),  # from it
     *("Beat", "Answer"),  # to rank 0, and from it
+    *("Request", "Reply", "Cancelled"),  # between workers
 )
 MOMENTS = ("before", "under way", "after")  # it is not sent yet; it was sent; it was taken
 STRIKES = (kill_rank, kill_rank, kill_supervisor, kill_the_worker, freeze, freeze_supervisor, orphan_frozen)

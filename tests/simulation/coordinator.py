@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rolecall.gang.budget import after_restart
+from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import OVER, Answer, Effect, Key, RejectedError
 from tests.simulation.kills import kill_rank
 from tests.simulation.network import Post
@@ -21,8 +23,8 @@ class Coordinator:
     def __init__(self, simulation: Simulation, owner: Supervisor) -> None:
         self.simulation, self.owner, self.clock = simulation, owner, simulation.clock
         disk, now = simulation.disk, owner.now
-        budget = simulation.code.after_restart(disk.budget, disk.newest[1], bool(disk.members))
-        self.gang = simulation.code.gang(
+        budget = after_restart(disk.budget, disk.newest[1], bool(disk.members))
+        self.gang = Gang(
             simulation.roles,
             simulation.rules,
             owner.incarnation,

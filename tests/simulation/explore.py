@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Callable
 
 from tests.simulation.rules import SAFE, Safeguards
-from tests.simulation.simulation import CODE, Code, Simulation
+from tests.simulation.simulation import Simulation
 from tests.simulation.story import Result, Violation
 
 
-def run(seed: int, code: Code = CODE, safeguards: Safeguards = SAFE, ranks: int = 0) -> Result:
+def run(seed: int, safeguards: Safeguards = SAFE, ranks: int = 0) -> Result:
     """Play the schedule of `seed`. Raises Violation, with the whole story."""
     try:
-        return Simulation(seed, code, safeguards, ranks=ranks).run()
+        return Simulation(seed, safeguards, ranks=ranks).run()
     except Violation:
-        Simulation(seed, code, safeguards, trace=True, ranks=ranks).run()
+        Simulation(seed, safeguards, trace=True, ranks=ranks).run()
         raise  # it did not happen again: the simulation is not a function of its seed
 
 

@@ -32,8 +32,9 @@ class Network:
         self.simulation, self.clock = simulation, simulation.clock
         self.storm = QUIET  # until, loss, duplicates, delay
 
-    def cut(self, rank: Rank) -> bool:
-        return rank.cut_to > self.clock.now or rank.cut_from > self.clock.now
+    def cut_until(self, one: Rank, other: Rank) -> float:
+        """When the workers of two ranks reach each other again."""
+        return 0.0 if one is other else max(one.cut_to, one.cut_from, other.cut_to, other.cut_from)
 
     def send(self, post: Post) -> None:
         lead = self.simulation.lead

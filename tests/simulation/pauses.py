@@ -31,11 +31,8 @@ def thaw(simulation: Simulation, rank: Rank) -> None:
         rank.supervisor.thaw()
     for worker in [*rank.processes]:
         if not worker.dead:
-            frozen = worker.frozen
             worker.thaw()
             simulation.promises.watch_old(worker)  # its supervisor may have been the one that was frozen
-            if frozen and not worker.frozen:
-                simulation.store.meet(worker.generation)
 
 
 def freeze_first(simulation: Simulation, random: Random) -> None:

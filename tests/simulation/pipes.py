@@ -1,7 +1,8 @@
-"""The pipe between a supervisor and its worker: messages arrive in order, after a while."""
+"""What messages pass between two processes: they arrive in order, after a while."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,16 @@ if TYPE_CHECKING:
 class Pipe:
     """One direction: what `sender` writes, `read` takes in the process `receiver`."""
 
-    def __init__(self, simulation: Simulation, sender: Process, receiver: Process, read: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        simulation: Simulation,
+        sender: Process,
+        receiver: Process,
+        read: Callable[[Any], None],
+        held_up: Callable[[], float] | None = None,
+    ) -> None:
         self.simulation, self.sender, self.receiver, self._read = simulation, sender, receiver, read
+        self._held_up = held_up  # for so many seconds; infinite: it gets lost
         self._messages: deque[Any] = deque()
 
     def send(self, message: Any) -> None:
@@ -35,7 +44,10 @@ class Pipe:
     def _write(self, message: Any) -> float:
         self._messages.append(message)
         delay = self.simulation.clock.random.random() * 0.01
-        self.simulation.clock.at(delay, self.receiver, self._take)
+        if self._held_up:
+            delay += self._held_up()
+        if delay < math.inf:
+            self.simulation.clock.at(delay, self.receiver, self._take)
         return delay
 
     def _take(self) -> None:

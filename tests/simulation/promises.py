@@ -32,6 +32,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -39,11 +40,13 @@ from typing import TYPE_CHECKING
 from rolecall.gang.protocol import ACTIVE, ATTACHED, FENCE, OVER, Event, Heartbeat, Key, name_of
 from rolecall.life.parts import PartId
 from rolecall.life.process import WorkerLife
+from rolecall.links.calls import Call
 from tests.simulation.rank import Rank
-from tests.simulation.rules import AWAKE, LEASE, ORPHAN, PHASE, RULES, SETTLE
+from tests.simulation.rules import AWAKE, EXAMINE, LEASE, ORPHAN, PHASE, RULES, SETTLE
 
 if TYPE_CHECKING:
     from tests.simulation.coordinator import Coordinator
+    from tests.simulation.sessions import Request, Session
     from tests.simulation.simulation import Simulation
     from tests.simulation.supervisor import Supervisor
     from tests.simulation.worker import Worker
@@ -154,13 +157,8 @@ class Promises:
         old = worker.generation < self.newest or worker.join < self.joins.get(worker.key, 0)
         if not worker.exists or worker.frozen or not worker.attached or not old:
             return
-        supervisor = worker.supervisor
-        excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
-        if worker.rank.twins and worker.lead is not self.simulation.lead:
-            excused = max(excused, supervisor.member.contact - worker.rank.clock_ahead + FENCE * LEASE + AWAKE)
-        if supervisor.dead:
-            excused = max(supervisor.died_at, worker.thawed_at) + ORPHAN
-        elif supervisor.frozen:
+        excused = self._excused_until(worker)
+        if excused == math.inf:
             return
         if excused + 0.001 < self.clock.now:
             self.fail(
@@ -168,6 +166,18 @@ class Promises:
                 f"{self.newest}"
             )
         self.clock.at(excused + 0.002 - self.clock.now, None, self.watch_old, worker)
+
+    def _excused_until(self, worker: Worker) -> float:
+        """How long a worker may have an old part; infinite as long as its supervisor is frozen."""
+        supervisor = worker.supervisor
+        if supervisor.dead:
+            return max(supervisor.died_at, worker.thawed_at) + ORPHAN
+        if supervisor.frozen:
+            return math.inf
+        excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
+        if worker.rank.twins and worker.lead is not self.simulation.lead:
+            excused = max(excused, supervisor.member.contact - worker.rank.clock_ahead + FENCE * LEASE + AWAKE)
+        return excused
 
     # -- a worker's parts
 
@@ -229,12 +239,52 @@ class Promises:
         if supervisor.rank.hurt_until + PHASE < self.clock.now:
             self.fail(f"{supervisor.rank.name} refuses to work: {problem}")
 
-    # -- what workers share
+    # -- calls
 
-    def meets(self, worker: Worker, generation: int) -> None:
-        """A worker finds the others at the store of `generation`."""
-        if worker.generation != generation:
-            self.fail(f"workers of generations {worker.generation} and {generation} meet")
+    def calls(self, session: Session, call: Call) -> None:
+        """A worker calls a peer. Earlier calls have ended by their deadlines."""
+        oldest = next(iter(session.live))
+        late = session.worker.now - oldest.began - oldest.deadline.total - 2 * EXAMINE
+        if late > 2 * AWAKE and session.worker.thawed_at + late < self.clock.now:
+            self.fail(f"a call of {session.me.name} to {oldest.to} is {late:.1f} s late, and {oldest.state}")
+
+    def ends_calls(self, session: Session, name: str = "", join: int = 0) -> None:
+        """Its part of the generation is over, or a peer's is: no call goes on."""
+        for call in session.live:
+            if not name or (call.to == name and session.core.peer(name).epoch <= join):
+                self.fail(f"{session.me.name} waits for {call.to}, and one of them is no member any more")
+
+    def executes(self, session: Session, caller: Session, request: Request) -> None:
+        """A worker begins to carry out a call."""
+        worker, part = session.worker, session.part
+        if session.over or worker.session is not session:
+            self.fail(f"{session.me.name} carries out a call as {part}, which is over")
+        if request.generation != part.generation:
+            self.fail(f"workers of generations {request.generation} and {part.generation} meet")
+        if request.epoch > part.join:
+            self.fail(f"{session.me.name} carries out, as {part}, a call to its part {request.epoch}")
+        if (caller.me.name, caller.part.join) in session.given_up:
+            self.fail(f"{session.me.name} carries out a call of {caller.me.name}, which was given up")
+        self._acts(session)
+
+    def answers(self, session: Session, request: Request) -> None:
+        if session.over or session.worker.session is not session:
+            self.fail(f"{session.me.name} answers a call as {session.part}, which is over")
+        self._acts(session)
+
+    def takes_answer(self, session: Session, callee: Session, asked: Request, answered: Request) -> None:
+        """A caller gets an answer."""
+        if asked != answered:
+            self.fail(f"{session.me.name} called {asked}, and gets the answer of {answered}")
+        if session.over or (callee.me.name, callee.part.join) in session.given_up:
+            self.fail(f"{session.me.name} gets an answer of {callee.me.name}, and one of them is no member any more")
+
+    def _acts(self, session: Session) -> None:
+        """Once a newer generation has begun, one of an older one has an excuse."""
+        if session.part.generation < self.newest and self._excused_until(session.worker) < self.clock.now:
+            self.fail(f"{session.me.name} of generation {session.part.generation} acts beside {self.newest}")
+
+    # -- what workers share
 
     def trains_after(self, worker: Worker, step: int) -> None:
         """Worker 0 has read the checkpoint of `step`."""

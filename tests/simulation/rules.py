@@ -21,6 +21,7 @@ STEP = 0.4
 HANGING = 0.1  # how often a hanging write is looked at
 CONNECT_TIMEOUT = 30.0
 CALL_TIMEOUT = 5.0
+EXAMINE = 2.0  # how long a peer has to say what it does, past a call's deadline
 NAP = LEASE / 3  # the coordinator does not notice a shorter pause of its own
 SETTLE = 30.0
 RULES = Rules(
@@ -69,7 +70,7 @@ class Safeguards:
     coordinator_lock: bool = True  # one coordinator a directory
     writer_lock: bool = True  # one process that writes checkpoints; the next one waits for its end
     write_fence: bool = True  # a writer looks at the newest generation's number first
-    prefix: bool = True  # the rendezvous store's keys carry the generation's number
+    hello: bool = True  # a connection between workers names the generation
     orphans_end: bool = True  # a worker ends when its supervisor's pipe closes
     locked_out: Outcome = "lost"  # how a worker ends that waited a lease for the writer's lock
 

@@ -12,6 +12,7 @@ from tests.simulation.faults import (
     cut_first,
     hanging_disk,
     quick_disk,
+    reset,
     slow,
     slow_disk,
     slow_first,
@@ -89,6 +90,7 @@ KINDS: tuple[Fault, ...] = (
     no_forks,
     jump_clock,
     kill_spares,
+    reset,
 )
 HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [kill_first, slow, kill_worker],
@@ -105,6 +107,7 @@ HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [slow_disk, kill_rank, add, leave],
     [slow_first, leave, add, kill_worker],
     [ambush_messages],
+    [reset, ambush_messages],
     [ambush_messages, leave, kill_worker],
 )
 HARD_ON_JOINS: tuple[list[Fault], ...] = (  # of members that stay
@@ -171,7 +174,6 @@ class Schedule:
             thaw(simulation, rank)
             if rank.wanted and not rank.is_up and not simulation.over:
                 clock.at(clock.random.uniform(0, 2), None, simulation.start, rank)
-        simulation.store.meet_newest()
         settle = SETTLE
         if simulation.doomed:
             # failures may be some generations apart, with pauses in between; the deaths that it takes are a lease apart

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
-from rolecall.gang.budget import after_restart
 from rolecall.gang.gang import Gang
-from rolecall.gang.member import Member
-from rolecall.gang.protocol import OVER, Budget, Key
-from rolecall.life.parts import WorkerParts
-from rolecall.life.workers import RankWorkers, SpareRules
+from rolecall.gang.protocol import OVER, Key
+from rolecall.life.workers import SpareRules
 from tests.simulation.ambushes import Ambushes
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import Coordinator
@@ -20,24 +16,10 @@ from tests.simulation.promises import Promises
 from tests.simulation.rank import Rank
 from tests.simulation.rules import JOBS, RULES, SAFE, Safeguards, enlarged, with_stays
 from tests.simulation.schedule import Schedule
-from tests.simulation.shared import Disk, Store
+from tests.simulation.shared import Disk
 from tests.simulation.story import Result, Story
 from tests.simulation.supervisor import Supervisor
 from tests.simulation.worker import Worker
-
-
-@dataclass(frozen=True)
-class Code:
-    """The code under test."""
-
-    gang: type[Gang] = Gang
-    member: type[Member] = Member
-    workers: type[RankWorkers] = RankWorkers
-    parts: type[WorkerParts] = WorkerParts
-    after_restart: Callable[[Budget, int, bool], Budget] = after_restart
-
-
-CODE = Code()
 
 
 class Simulation:
@@ -46,16 +28,14 @@ class Simulation:
     def __init__(
         self,
         seed: int,
-        code: Code = CODE,
         safeguards: Safeguards = SAFE,
         trace: bool = False,
         ranks: int = 0,
     ) -> None:
-        self.seed, self.code, self.safeguards, self.size = seed, code, safeguards, ranks
+        self.seed, self.safeguards, self.size = seed, safeguards, ranks
         self.clock = Clock(Random(f"{seed} run"))
         self.story = Story(seed, self.clock, trace)
         self.disk = Disk()
-        self.store = Store(self)
         self.network = Network(self)
         self.promises = Promises(self)
         self.ambushes = Ambushes(self)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rolecall.errors import USAGE
-from rolecall.gang.member import RETRY_SECONDS, Action
+from rolecall.gang.member import RETRY_SECONDS, Action, Member
 from rolecall.gang.protocol import DETACH, FENCE, Answer, Heartbeat, Outcome, WorkerStatus
 from rolecall.life import process, workers
-from rolecall.life.workers import Batch, Times
+from rolecall.life.workers import Batch, RankWorkers, Times
 from rolecall.messages import worker as messages
 from rolecall.record.history import Start
 from tests.simulation.clock import Process
@@ -38,8 +38,8 @@ class Supervisor(Process):
         self.incarnation = f"{simulation.incarnations:04x}"
         role = "" if rank.unnamed else rank.role.name
         me = Heartbeat(role, rank.ordinal, self.incarnation, sequence=0, node=rank.node)
-        self.member = simulation.code.member(RULES, me, self.now)
-        self.workers = simulation.code.workers(role, Times(LEASE, PHASE), spares=simulation.spares)
+        self.member = Member(RULES, me, self.now)
+        self.workers = RankWorkers(role, Times(LEASE, PHASE), spares=simulation.spares)
         self.processes: dict[int, Worker] = {}
         self.coordinator: Coordinator | None = None
         self.post: Post | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -14,7 +16,7 @@ from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import PeerLostError
 from rolecall.gang.protocol import Outcome, name_of
 from rolecall.life import parts
-from rolecall.life.parts import Batch, Failure, PartId
+from rolecall.life.parts import Batch, Failure, PartId, WorkerParts
 from rolecall.life.workers import Make
 from rolecall.messages import worker as messages
 from rolecall.record.history import Start
@@ -33,6 +35,7 @@ from tests.simulation.rules import (
     SIGKILL,
     STEP,
 )
+from tests.simulation.sessions import Session
 
 if TYPE_CHECKING:
     from tests.simulation.coordinator import Coordinator
@@ -55,7 +58,7 @@ class Worker(Process):
         self.is_rank0 = make.attachment is not None and make.attachment.me.rank == 0
         self.stays = simulation.stays(self.key) and not self.is_rank0
         self.has_hook = self.stays and Random(f"{simulation.seed} {self.key[0]} hook").random() < 0.5
-        self.core = simulation.code.parts(stays=self.stays, hook_limit=PHASE)
+        self.core = WorkerParts(stays=self.stays, hook_limit=PHASE)
         self.up = Pipe(simulation, self, supervisor, lambda message: supervisor.heard(self, message))
         self.down = Pipe(simulation, supervisor, self, self.obey)
         self._orders: list[messages.ToWorker] | None = []  # that came before it obeys
@@ -69,12 +72,12 @@ class Worker(Process):
         self.ran: list[PartId] = []
         self.left: list[PartId] = []
         self.hooking = False
-        self.given_up: set[Peer] = set()
         self.said: Outcome = ""  # its result
         self.code: int | None = None
         self.replaced_by: Coordinator | None = None  # which wants another worker in its place
-        self.stalled_at: float | None = None
-        self.ready_to_meet = self.loads = False
+        self.session: Session | None = None
+        self.loads = False
+        self.asked: set[str] = set()  # that have not answered the step under way
         self._tick_at = math.inf
 
     @property
@@ -168,8 +171,9 @@ class Worker(Process):
             case messages.Attach(attachment):
                 self._take(self.core.attach(attachment))
             case messages.Update(attachment):
-                if attachment.generation == self.generation:
+                if attachment.generation == self.generation and self.session and not self.session.over:
                     self.attachment = attachment
+                    self.session.update(attachment)
                     self.simulation.promises.knows(self)
             case messages.Detach() if self.stays:
                 self._take(self.core.detach())
@@ -198,9 +202,13 @@ class Worker(Process):
                 self.clock.at(self.clock.random.choice(HOOKS), self, self._hook_returned, part)
             case parts.Serve(part):
                 self.simulation.promises.serves(self, part)
+                if self.session:
+                    self.session.serve()
                 self._run()
             case parts.Leave(part):
                 self.simulation.promises.leaves(self, part)
+                if self.session:
+                    self.session.end()
             case parts.Report(message):
                 self.step = self.step if isinstance(message, messages.Connected) else 0
                 self.up.send(message)
@@ -209,24 +217,24 @@ class Worker(Process):
                 self.end(messages.Result("lost" if lost else "failed", str(error)))
 
     def _begin(self, attachment: Attachment) -> None:
-        self.attachment, self.ready_to_meet, self.given_up = attachment, False, set()
+        self.attachment, self.session = attachment, Session(self, attachment)
         self.simulation.promises.attached(self)
-        self.clock.at(self.clock.random.uniform(0.05, 0.5), self, self._arrive, self.part)
-        self.clock.at(CONNECT_TIMEOUT, self, self._too_late, self.part)
+        self.clock.at(self.clock.random.uniform(0.05, 0.5), self, self._meet, self.session)
+        self.clock.at(CONNECT_TIMEOUT, self, self.not_met, self.part, None)
 
-    def _arrive(self, part: PartId) -> None:
-        if part == self.part and self.core.step == "meeting":
-            self.ready_to_meet = True
-            self.simulation.store.meet(self.generation)
+    def _meet(self, session: Session) -> None:
+        if not session.over:
+            session.meet()
 
     def connected(self, part: PartId) -> None:
         """It has met the others."""
         self._take(self.core.met(part, self.now))
         self._load_soon()
 
-    def _too_late(self, part: PartId) -> None:
+    def not_met(self, part: PartId, error: Exception | None) -> None:
+        """It has not, in time or because of `error`."""
         if part == self.part and self.core.step == "meeting":
-            self._take(self.core.not_met(part, lost(f"CONNECT_TIMEOUT={CONNECT_TIMEOUT:g}")))
+            self._take(self.core.not_met(part, lost(str(error or f"CONNECT_TIMEOUT={CONNECT_TIMEOUT:g}"))))
 
     def _hook_returned(self, part: PartId) -> None:
         self.hooking = False
@@ -238,12 +246,26 @@ class Worker(Process):
         over = first is None or not first.exists or part != self.part
         return lost("rank 0 is gone") if over and self.clock.random.random() < 0.5 else None
 
-    def lose_rank0(self) -> None:
-        """The connection to rank 0's worker is closed."""
-        if self.core.step == "meeting":
-            self._take(self.core.not_met(self.part, lost("rank 0 is gone")))
-        elif not self.stays:
-            self.end(messages.Result("lost", "rank 0 is gone"))
+    def disconnected(self, session: Session, name: str, epoch: int) -> None:
+        """The connection to a peer, at `epoch`, has broken: one of an elastic role is given up."""
+        peer = next(peer for peer in session.attachment.members if peer.name == name)
+        if peer.rank == 0:
+            if not self.stays and self.clock.random.random() < 0.7:
+                seconds = self.clock.random.random()
+                self.clock.at(seconds, self, self.end, messages.Result("lost", "rank 0 is gone"))
+        elif self.simulation.elastic((peer.role, peer.ordinal)) and name not in session.lost:
+            if epoch == peer.join:
+                self._give_up(session, peer)
+            else:  # it is back, and the supervisor has not said so yet
+                self.up.send(messages.PeerLost(replace(peer, join=epoch)))
+
+    def _give_up(self, session: Session, peer: Peer) -> None:
+        """Go on without `peer`; rank 0 sometimes with the wish for another worker of it."""
+        if session.lose(peer.name):
+            wish = self.is_rank0 and Random(f"{self.simulation.seed} {self.clock.now}").random() < 0.3
+            if self.is_rank0:
+                self.simulation.promises.loses(f"{peer.name} does not answer {name_of(self.key)}")
+            self.up.send(messages.PeerLost(peer, wish))
 
     # -- its main thread
 
@@ -262,6 +284,7 @@ class Worker(Process):
             self.clock.at(STEP, self, self.work)
         else:
             self.clock.at(self.clock.random.choice((0.5, 5.0, 1000.0)), self, self._ran)
+            self.clock.at(self.clock.random.uniform(0.1, 3), self, self._chat, self.session)
 
     def _ran(self) -> None:
         self.running = False
@@ -275,65 +298,54 @@ class Worker(Process):
 
     def work(self) -> None:
         """A step of worker 0, if all those who belong to it answer."""
-        simulation, clock, attachment = self.simulation, self.clock, self.attachment
-        assert attachment is not None
-        silent = []
-        there = [peer for peer in attachment.members if peer.name not in attachment.lost and peer not in self.given_up]
-        present = [(peer.role, peer.ordinal) for peer in there]
-        for peer in there:
-            key = peer.role, peer.ordinal
-            if key == self.key:
-                continue
-            worker = simulation.workers.get((self.generation, key))
-            if worker and (not worker.attached or worker.join > peer.join):
-                if not simulation.elastic(key):
-                    self.end(messages.Result("lost", f"{peer.name} is gone"))
-                    return
-                self._give_up(peer)
-            elif (
-                worker is None
-                or worker.join < peer.join
-                or worker.frozen
-                or simulation.network.cut(worker.rank)
-                or simulation.network.cut(self.rank)
-            ):
-                silent.append(peer)
-        if silent:
-            self.stalled_at = clock.now if self.stalled_at is None else self.stalled_at
-            if clock.now - self.stalled_at > CALL_TIMEOUT:
-                self.stalled_at = None
-                for peer in silent:
-                    if not simulation.elastic((peer.role, peer.ordinal)):
-                        self.end(messages.Result("lost", f"{peer.name} does not answer"))
-                        return
-                    self._give_up(peer)
-            clock.at(STEP, self, self.work)
-            return
-        self.stalled_at = None
-        elastic = any(simulation.elastic((peer.role, peer.ordinal)) for peer in attachment.members)
+        session = self.session
+        assert session is not None
+        elastic = {peer for peer in session.attachment.members if self.simulation.elastic((peer.role, peer.ordinal))}
+        present = [peer for peer in session.attachment.members if peer.rank and peer.name not in session.lost]
         if self.drain:
             self.drain = False
             self._write(self._drained)
-        elif any(map(simulation.elastic, present)) or not elastic:
-            first = self.step == 0
-            self.step = max(self.step, self.base) + 1
-            if first:
-                self._report()
-            if self.step >= simulation.goal:
-                self._write(self._finished)
-            elif self.step % 4 == 0:
-                self._write(self._saved)
-            else:
-                clock.at(STEP, self, self.work)
+        elif elastic and not elastic.intersection(present):
+            self.clock.at(STEP, self, self.work)
         else:
-            clock.at(STEP, self, self.work)
+            self.asked = {peer.name for peer in present}
+            for peer in present:
+                session.call(peer.name, "step", CALL_TIMEOUT, partial(self._answered, session, peer, peer in elastic))
+            if not present:
+                self._step()
 
-    def _give_up(self, peer: Peer) -> None:
-        """Go on without `peer`; sometimes with the wish for another worker of it."""
-        replace = Random(f"{self.simulation.seed} {self.clock.now}").random() < 0.3
-        self.given_up.add(peer)
-        self.simulation.promises.loses(f"{peer.name} does not answer {name_of(self.key)}")
-        self.up.send(messages.PeerLost(peer, replace))
+    def _answered(self, session: Session, peer: Peer, elastic: bool, error: Exception | None) -> None:
+        if error and not self.dead:
+            if not elastic:
+                self.end(messages.Result("lost", str(error)))
+            else:
+                self._give_up(session, peer)
+        self.asked.discard(peer.name)
+        if not self.asked and not self.dead:
+            self.clock.at(STEP, self, self._step)
+
+    def _step(self) -> None:
+        """All have answered, or are lost."""
+        first = self.step == 0
+        self.step = max(self.step, self.base) + 1
+        if first:
+            self._report()
+        if self.step >= self.simulation.goal:
+            self._write(self._finished)
+        elif self.step % 4 == 0:
+            self._write(self._saved)
+        else:
+            self.work()
+
+    def _chat(self, session: Session) -> None:
+        """It calls a peer now and then, whatever that answers."""
+        if session.over or not self.running:
+            return
+        random = self.clock.random
+        peer = random.choice(session.attachment.members)
+        if peer.name != session.me.name:
+            session.call(peer.name, random.choice(("step", "ask")), 3.0, lambda _: None)
+        self.clock.at(random.uniform(1, 4), self, self._chat, session)
 
     # -- it writes
 
@@ -401,21 +413,14 @@ class Worker(Process):
         """The process ends: by itself, or by a signal, whoever sent it."""
         if not self.exists:
             return
-        simulation, clock = self.simulation, self.clock
+        simulation = self.simulation
         self.exists, self.dead, self.code = False, True, code
         self.rank.processes.remove(self)
         what = "check" if self.check else f"worker of {name_of(self.key)} in generation {self.generation}"
         simulation.story.log(f"{what} exits with {code}{self.said and f', {self.said}'}")
         self.up.close(Exit())
-        if self.is_rank0:
-            for worker in simulation.all_workers:
-                if worker.generation == self.generation and worker is not self and clock.random.random() < 0.7:
-                    clock.at(clock.random.uniform(0, 1), worker, worker.notice_end, self.generation)
-
-    def notice_end(self, generation: int) -> None:
-        """Rank 0's worker of `generation` has ended."""
-        if self.attached and self.generation == generation:
-            self.lose_rank0()
+        if self.session:
+            self.session.break_off()
 
     def orphan(self) -> None:
         """Its supervisor is gone; it notices when it runs, and its other threads may finish something meanwhile."""

@@ -28,10 +28,10 @@ class Pipe:
         self._held_up = held_up  # for so many seconds; infinite: it gets lost
         self._messages: deque[Any] = deque()
 
-    def send(self, message: Any) -> None:
-        """`sender` writes a message, if it lives to do so; faults may strike at each message."""
+    def send(self, message: Any, then: Callable[[], None] | None = None) -> None:
+        """`sender` writes a message, if it lives to do so, and goes on; faults may strike at each message."""
         name = type(message).__name__
-        self.simulation.ambushes.at_message(name, self.sender, self.receiver, self._write, message)
+        self.simulation.ambushes.at_message(name, self.sender, self.receiver, self._write, message, then)
 
     @property
     def is_empty(self) -> bool:
@@ -41,15 +41,20 @@ class Pipe:
         """`sender` has ended: `end` arrives after what it has sent."""
         self._write(end)
 
-    def _write(self, message: Any) -> float:
+    def _write(self, message: Any, then: Callable[[], None] | None = None) -> float:
         self._messages.append(message)
         delay = self.simulation.clock.random.random() * 0.01
         if self._held_up:
             delay += self._held_up()
         if delay < math.inf:
             self.simulation.clock.at(delay, self.receiver, self._take)
+        if then:
+            then()
         return delay
 
     def _take(self) -> None:
         if self._messages:
-            self._read(self._messages.popleft())
+            message = self._messages.popleft()
+            if self.simulation.story.trace and self._held_up is None:
+                self.simulation.story.log(f"{self.receiver.rank.name}: {type(message).__name__}")
+            self._read(message)

@@ -218,11 +218,11 @@ class Promises:
     def makes(self, supervisor: Supervisor, worker: Worker) -> None:
         """A rank makes a worker, which is its own or a spare."""
         spares = supervisor.workers.spares
-        count = self.simulation.spares(worker.key[0]).count if spares else 0
+        count = 0 if supervisor.rank.first else self.simulation.spares(worker.key[0]).count
         others = [each for each in supervisor.processes.values() if each.number not in spares and not each.dead]
         if worker.number not in spares and others != [worker]:
             self.fail(f"{supervisor.rank.name} has two workers")
-        if len(spares) > (0 if supervisor.rank.first else count):
+        if worker.number in spares and len(spares) > count:
             self.fail(f"{supervisor.rank.name} has {len(spares)} spares")
 
     def ends(self, worker: Worker, life: WorkerLife, *, is_own: bool) -> None:

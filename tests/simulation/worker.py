@@ -400,13 +400,17 @@ class Worker(Process):
         """It reports its result, and exits."""
         if self.dead:
             return
-        if result:
-            self.said = result.outcome
-            if result.outcome in ("failed", "refused"):
-                self.simulation.promises.raised.append(f"{name_of(self.key)}: {result.error}")
-            if result.outcome == "finished" and not self.check:
-                self.simulation.ambushes.enter("finishing")
-            self.up.send(result)
+        if result is None:
+            self.exit(0)
+            return
+        if result.outcome in ("failed", "refused"):
+            self.simulation.promises.raised.append(f"{name_of(self.key)}: {result.error}")
+        if result.outcome == "finished" and not self.check:
+            self.simulation.ambushes.enter("finishing")
+        self.up.send(result, partial(self._has_said, result.outcome))
+
+    def _has_said(self, outcome: Outcome) -> None:
+        self.said = outcome
         self.exit(0)
 
     def exit(self, code: int) -> None:

@@ -218,11 +218,12 @@ class Promises:
     def makes(self, supervisor: Supervisor, worker: Worker) -> None:
         """A rank makes a worker, which is its own or a spare."""
         spares = supervisor.workers.spares
-        count = 0 if supervisor.rank.first else self.simulation.spares(worker.key[0]).count
         others = [each for each in supervisor.processes.values() if each.number not in spares and not each.dead]
         if worker.number not in spares and others != [worker]:
             self.fail(f"{supervisor.rank.name} has two workers")
-        if worker.number in spares and len(spares) > count:
+        if worker.number in spares and supervisor.rank.first:
+            self.fail("rank 0 has a spare")
+        if worker.number in spares and len(spares) > self.simulation.spares(worker.key[0]).count:
             self.fail(f"{supervisor.rank.name} has {len(spares)} spares")
 
     def ends(self, worker: Worker, life: WorkerLife, *, is_own: bool) -> None:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rolecall.errors import USAGE
-from rolecall.gang.member import RETRY_SECONDS, Action, Member
+from rolecall.gang.member import Action, Batch, Member, Request
 from rolecall.gang.protocol import DETACH, FENCE, Answer, Heartbeat, Outcome, WorkerStatus
 from rolecall.life import process, workers
-from rolecall.life.workers import Batch, RankWorkers, Times
+from rolecall.life.workers import RankWorkers, Times
 from rolecall.messages import worker as messages
 from rolecall.record.history import Start
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Post
 from tests.simulation.rank import Rank
-from tests.simulation.rules import LEASE, PHASE, RULES, SIGKILL, STOP, WATCH
+from tests.simulation.rules import LEASE, PHASE, RULES, SIGKILL, STOP
 from tests.simulation.worker import Exit, Worker
 
 TICK_SECONDS = 0.5  # a longer pause of this process counts for no deadline
@@ -38,11 +38,13 @@ class Supervisor(Process):
         self.incarnation = f"{simulation.incarnations:04x}"
         role = "" if rank.unnamed else rank.role.name
         me = Heartbeat(role, rank.ordinal, self.incarnation, sequence=0, node=rank.node)
-        self.member = Member(RULES, me, self.now)
+        self.member = Member(RULES, me, lambda: self.status, now=self.now, is_rank0=rank.first)
         self.workers = RankWorkers(role, Times(LEASE, PHASE), spares=simulation.spares)
         self.processes: dict[int, Worker] = {}
         self.coordinator: Coordinator | None = None
         self.post: Post | None = None
+        self.request: Request | None = None  # to be posted
+        self.deadline = math.inf  # of the member
         self.action: Action | None = None  # under way
         self.news = self.joined = False
         self.connected = False  # a connection to rank 0 is open
@@ -68,8 +70,7 @@ class Supervisor(Process):
             return
         self.joined = True
         self.joined_at = self.clock.now
-        self.send()
-        self.clock.at(self.clock.random.uniform(0, WATCH), self, self.tick)
+        self.obey(self.member.start(self.now))
 
     def _coordinate(self) -> bool:
         """Become the coordinator, if nobody is: a process that is frozen keeps its lock, a dead one does not."""
@@ -92,58 +93,69 @@ class Supervisor(Process):
         self.coordinator = simulation.lead = Coordinator(simulation, self)
         return True
 
-    # -- requests
+    # -- what its member decides
 
-    def send_soon(self) -> None:
+    def _send_soon(self) -> None:
         """There is something new to report."""
         if self.joined and not self.news:
             self.news = True
-            self.clock.at(0, self, self.send)
+            self.clock.at(0, self, self._changed)
 
-    def send(self) -> None:
+    def obey(self, batch: Batch) -> None:
+        """Does what the member says."""
+        if batch.request:
+            if not self.request:
+                self.clock.at(0, self, self._send)
+            self.request = batch.request
+        if batch.action:
+            self.clock.at(0, self, self._act, batch.action)
+        if batch.worker == "detach":
+            by = self.now + LEASE * (FENCE - DETACH)
+            self.perform(self.workers.detach(by, "rank 0 does not answer", self.now))
+        elif batch.worker:
+            self._kill(self.workers.current, batch.worker)
+        if batch.exits and not self.dead:
+            assert batch.exit_code is not None
+            if self.coordinator:
+                self.coordinator.close()
+            self.exit(batch.exit_code)
+        if batch.deadline != self.deadline:
+            self.deadline = batch.deadline
+            self.clock.at(max(0.0, self.deadline - self.now), self, self.tick, self.deadline)
+
+    def _changed(self) -> None:
         self.news = False
-        if self.member.over:
-            return
-        beat = self.member.beat(self.status)
-        if beat.heartbeat:
-            self.simulation.promises.obeys(self, beat.heartbeat)
-        self.post = Post(self, beat, self.now)
+        self.obey(self.member.changed(self.now))
+
+    def _send(self) -> None:
+        request, self.request = self.request, None
+        assert request is not None
+        if request.beat.heartbeat:
+            self.simulation.promises.obeys(self, request.beat.heartbeat)
+        self.post = Post(self, request)
         self.clock.at(LEASE / 2, self, self.failed, self.post)
         self.simulation.network.send(self.post)
 
     def answered(self, post: Post, answer: Answer | str) -> None:
-        if post is not self.post:
-            return
-        self.connected = True
-        if answer == "full":
-            self.failed(post)
-        elif isinstance(answer, str):
+        newest, self.connected = post is self.post, True
+        if newest:
+            self.post = None
+        if isinstance(answer, Answer):
+            self.obey(self.member.answered(post.request, answer, self.now))
+        elif answer == "full":
+            self.obey(self.member.failed(post.request, answer, self.now))
+        elif newest:
             self.simulation.refused(self.rank, answer)
-            self.member.refused()
-            self.check_exit()
-        elif self.member.answered(post.beat, post.sent_at, answer, self.now):
-            self.clock.at(0, self, self.act)
-            self.check_exit()
-            if not self.dead:
-                self.send()
-        else:
-            self.failed(post)
+            self.obey(self.member.refused(post.request, answer, self.now))
 
     def failed(self, post: Post) -> None:
-        if post is not self.post:
-            return
-        self.post, self.connected = None, False
-        self.member.failed(self.now)
-        self.clock.at(RETRY_SECONDS, self, self.retry, self.member.retries)
-        self.check_exit()
-
-    def retry(self, retries: int) -> None:
-        if self.post is None and retries == self.member.retries:
-            self.send()
+        if post is self.post:
+            self.post, self.connected = None, False
+            self.obey(self.member.failed(post.request, "", self.now))
 
     # -- workers
 
-    def perform(self, batch: Batch) -> None:
+    def perform(self, batch: workers.Batch) -> None:
         """Does what its workers' lives require."""
         for effect in batch.effects:
             match effect:
@@ -163,7 +175,7 @@ class Supervisor(Process):
         if self.workers.current is not None:
             self.rank.worker = self.processes[self.workers.current]
         if batch.changed:
-            self.send_soon()
+            self._send_soon()
         if batch.done:
             self.clock.at(0, self, self._acted)
         if self.processes.keys() != self.workers.lives.keys():
@@ -208,7 +220,7 @@ class Supervisor(Process):
         self.rank.processes.remove(worker)
         self._end(worker, lambda: self.workers.not_forked(worker.number, "cannot fork", self.now, killed=True))
 
-    def _end(self, worker: Worker, end: Callable[[], Batch]) -> None:
+    def _end(self, worker: Worker, end: Callable[[], workers.Batch]) -> None:
         life, is_own = self.workers.lives[worker.number], worker is self.worker and not worker.check
         batch = end()
         self.simulation.promises.ends(worker, life, is_own=is_own)
@@ -225,66 +237,43 @@ class Supervisor(Process):
             exit = process.Exit(worker.code, killer)
             self._end(worker, lambda: self.workers.exited(worker.number, exit, self.now))
 
-    def kill(self, outcome: Outcome) -> None:
-        """Kills the rank's worker."""
-        if self.workers.current is not None:
-            self.simulation.story.log(f"{self.rank.name} kills its worker: {outcome}")
-            self._kill(self.workers.current, outcome)
-
-    def _kill(self, number: int, outcome: Outcome) -> None:
-        worker = self.processes[number]
-        worker.ordered.add(outcome)
-        self.perform(self.workers.kill(number, outcome, self.now, over=worker.dead))
+    def _kill(self, number: int | None, outcome: Outcome) -> None:
+        if number is not None:
+            worker = self.processes[number]
+            self.simulation.story.log(f"{self.rank.name} kills a worker: {outcome}")
+            worker.ordered.add(outcome)
+            self.perform(self.workers.kill(number, outcome, self.now, over=worker.dead))
 
     # -- actions
 
-    def act(self) -> None:
-        if self.action is None and (action := self.member.next_action(self.status)):
-            self.action = action
-            self.perform(self.workers.carry_out(action, self.now))
+    def _act(self, action: Action) -> None:
+        self.action = action
+        self.perform(self.workers.carry_out(action, self.now))
 
     def _acted(self) -> None:
         if not self.joined:
             self.join()
         elif self.action is not None:
-            self.member.action_done(self.action)
-            self.action = None
-            self.send_soon()
-            self.act()
-            self.check_exit()
+            action, self.action = self.action, None
+            self.obey(self.member.done(action, self.now))
 
     # -- time and the end
 
-    def tick(self) -> None:
+    def tick(self, deadline: float) -> None:
+        if deadline != self.deadline:
+            return
         now, life = self.now, self.workers.worker
         self._ticks += 1
         for number, worker in self.processes.items() if self._ticks % REPORT_TICKS == 0 else ():
             if worker.exists and not worker.frozen and worker.up.is_empty:
                 self.perform(self.workers.received(number, messages.Report(worker.step), now))
-        heartbeat = life.last_heartbeat if life else None
-        order = self.member.tick(now, heartbeat, life is not None and life.attached)
-        if order == "detach":
-            self.perform(self.workers.detach(now + LEASE * (FENCE - DETACH), "rank 0 does not answer", now))
-        elif order:
-            self.kill(order)
+        self.obey(self.member.tick(now, life.last_heartbeat if life else None))
         for number in [*self.workers.spares]:
             if self.member.is_silent(now, self.workers.lives[number].last_heartbeat):
                 self._kill(number, "silent")
-        self.clock.at(WATCH, self, self.tick)
-        self.check_exit()
 
     def leave(self) -> None:
-        self.member.leave(self.now)
-        self.send_soon()
-        self.check_exit()
-
-    def check_exit(self) -> None:
-        gang = self.coordinator.gang if self.coordinator else None
-        if not self.dead and self.member.exits(gang is None or gang.settled(self.now)):
-            assert self.member.exit_code is not None
-            if self.coordinator:
-                self.coordinator.close()
-            self.exit(self.member.exit_code)
+        self.obey(self.member.leave("SIGTERM", self.now))
 
     def exit(self, code: int) -> None:
         for worker in self.processes.values():

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from tests.simulation.rank import Rank
 
 
+ROUNDING = 1e-9  # seconds, so that no clock shows less than the time that was waited for
+
+
 class Clock:
     """The time, the dice, and what is due."""
 
@@ -54,6 +57,10 @@ class Process:
     def now(self) -> float:
         """What its clock shows."""
         return self.clock.now + self.rank.clock_ahead
+
+    def at(self, time: float, function: Callable[..., object], *arguments: Any) -> None:
+        """Calls `function` once its clock shows `time`."""
+        self.clock.at(max(0.0, time - self.now) + ROUNDING, self, function, *arguments)
 
     def freeze(self, until: float) -> None:
         if not self.frozen:

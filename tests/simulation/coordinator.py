@@ -87,7 +87,7 @@ class Coordinator:
             self.perform(gang.tick(now))
         elif batch.deadline != self.deadline:
             self.deadline = batch.deadline
-            self.clock.at(self.deadline - now, self.owner, self.tick, self.deadline)
+            self.owner.at(self.deadline, self.tick, self.deadline)
         if batch.settled and not self.owner.dead:
             self.owner.obey(self.owner.member.settled(now))
 

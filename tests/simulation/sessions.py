@@ -236,7 +236,7 @@ class Session:
             self._do(effect)
         if self.core.due < self._ticks_at:
             self._ticks_at = self.core.due
-            self.clock.at(max(0.0, self._ticks_at - self.worker.now), self.worker, self._tick, self._ticks_at)
+            self.worker.at(self._ticks_at, self._tick, self._ticks_at)
 
     def _tick(self, due: float) -> None:
         if due == self._ticks_at:

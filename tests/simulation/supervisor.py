@@ -121,7 +121,7 @@ class Supervisor(Process):
             self.exit(batch.exit_code)
         if batch.deadline != self.deadline:
             self.deadline = batch.deadline
-            self.clock.at(max(0.0, self.deadline - self.now), self, self.tick, self.deadline)
+            self.at(self.deadline, self.tick, self.deadline)
 
     def _changed(self) -> None:
         self.news = False
@@ -180,12 +180,13 @@ class Supervisor(Process):
             self.clock.at(0, self, self._acted)
         if self.processes.keys() != self.workers.lives.keys():
             self.processes = {number: self.processes[number] for number in self.workers.lives}
-        if batch.deadline < min(self._due, math.inf):
-            self._due = batch.deadline
-            seconds = min(max(batch.deadline - self.now, 0.0), TICK_SECONDS)
-            self.clock.at(seconds, self, self._pass_time, self.now + seconds)
+        if batch.deadline < self._due:
+            self._due = min(batch.deadline, self.now + TICK_SECONDS)
+            self.at(self._due, self._pass_time, self._due)
 
     def _pass_time(self, due: float) -> None:
+        if due != self._due:
+            return
         self._due = math.inf
         if self.now - due > TICK_SECONDS:
             self.workers.suspended(self.now - due)

@@ -187,7 +187,7 @@ class Worker(Process):
             if not self.dead:
                 self._perform(effect)
         if batch.deadline < math.inf and batch.deadline != self._tick_at:
-            self.clock.at(batch.deadline - self.now, self, self._tick)
+            self.at(batch.deadline, self._tick)
         self._tick_at = batch.deadline
 
     def _tick(self) -> None:

@@ -1,4 +1,4 @@
-"""What a driver is told to do, in order. Links and listeners are the driver's: what it has passed in."""
+"""What a driver is told to do, in order. Calls, links and listeners are the objects that it has passed in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.errors import CallError
-from rolecall.links.calls import Call
 
 
 @dataclass(frozen=True)
@@ -24,21 +23,21 @@ class Flush:
     """Send the calls, which have waited for the `link`. `flushed` follows."""
 
     link: Any
-    calls: tuple[Call, ...]
+    calls: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Send:
     """There is room for a call now: have its caller, who waits for that, send it by its link."""
 
-    call: Call
+    call: Any
 
 
 @dataclass(frozen=True)
 class Fail:
     """A call has ended with an error."""
 
-    call: Call
+    call: Any
     error: CallError
 
 
@@ -46,7 +45,7 @@ class Fail:
 class Cancel:
     """Tell the peer that nobody waits for a call."""
 
-    call: Call
+    call: Any
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Examine:
     """Ask `peer` which of the calls have begun. `examined` follows."""
 
     peer: str
-    calls: tuple[Call, ...]
+    calls: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Explain:
     """Calls of one method at one peer are late: log that, with the peer's stacks unless it is `silent`. `explained`
     follows."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[Any, ...]
     begun: bool
     silent: bool
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from rolecall.messages.worker import Result
+from rolecall.messages.worker import PeerLost, Result
 from tests.simulation.rank import Rank
-from tests.simulation.rules import LEASE, RULES, SIGKILL
+from tests.simulation.rules import LEASE, MOST_LOSSES, RULES, SIGKILL
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -96,6 +97,15 @@ def kill_spares(simulation: Simulation, random: Random) -> None:
         for process in [*rank.processes]:
             if process is not rank.worker and random.random() < 0.5:
                 process.exit(SIGKILL)
+
+
+def lose_many(simulation: Simulation, random: Random) -> None:
+    """Rank 0's worker reports more losses than a message may hold, as where there are thousands of ranks."""
+    worker = simulation.first.worker
+    if worker and worker.session and worker.exists and not worker.frozen and worker.core.step == "serving":
+        peer = worker.session.attachment.members[-1]
+        for number in range(MOST_LOSSES + 1):  # the gang knows of no such parts
+            worker.up.send(PeerLost(replace(peer, join=1000 + number)))
 
 
 def leave(simulation: Simulation, random: Random) -> None:

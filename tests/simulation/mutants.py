@@ -14,6 +14,8 @@ tried first:
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -43,7 +45,7 @@ class Mutant:
     name: str
     before: str
     after: str
-    found_by: str  # as "script NAME" or "seed NUMBER"; empty if nothing did
+    found_by: str  # as "script NAME", "seed NUMBER" or "test PATH::NAME"; empty if nothing did
     promise: str = ""
 
     @property
@@ -60,8 +62,9 @@ class Mutant:
 
 
 def sources() -> list[Path]:
-    """The cores' files."""
-    return [path for room in CORES for path in sorted((TESTS.parent / "app" / "rolecall" / room).glob("*.py"))]
+    """The cores' files, and what ends with a worker's part in a generation."""
+    app = TESTS.parent / "app" / "rolecall"
+    return [*(path for room in CORES for path in sorted((app / room).glob("*.py"))), app / "wire" / "session.py"]
 
 
 def read() -> dict[str, Mutant]:
@@ -86,7 +89,7 @@ class Mutator(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not name.startswith(tuple(f"rolecall.{room}." for room in CORES)):
+        if not name.startswith(tuple(f"rolecall.{room}." for room in (*CORES, "wire"))):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec and spec.origin and self._mutant.before in (source := Path(spec.origin).read_text()):
@@ -117,6 +120,9 @@ def attempts(mutant: Mutant) -> Iterator[str]:
 def finds(attempt: str, promise: str) -> str:
     """What a script, or a schedule, says of it; empty if nothing is wrong."""
     kind, _, name = attempt.partition(" ")
+    if kind == "test":
+        with contextlib.redirect_stdout(io.StringIO()):
+            return "" if pytest.main(["-q", "-p", "no:cacheprovider", name]) == 0 else f"{name} fails"
     if kind == "seed":
         from tests.simulation.simulation import Simulation
         from tests.simulation.story import Violation
@@ -171,7 +177,7 @@ def catch_all(names: Sequence[str] = (), *, rewrite: bool = False) -> int:
     """Tries the mutants, prints those that nothing finds and a table of the cores. The exit code is 1 unless 95 of 100
     are caught."""
     mutants, found = read(), dict[str, str]()
-    rows = {core: Counter[str]() for core in CORES}
+    rows = {core: Counter[str]() for core in (*CORES, "wire")}
     for mutant in mutants.values():
         if not names or mutant.name in names:
             found[mutant.name] = said = catch(mutant)

@@ -42,7 +42,7 @@ from rolecall.life.parts import PartId
 from rolecall.life.process import WorkerLife
 from rolecall.links.calls import Call
 from tests.simulation.rank import Rank
-from tests.simulation.rules import AWAKE, EXAMINE, LEASE, ORPHAN, PHASE, RULES, SETTLE
+from tests.simulation.rules import AWAKE, EXAMINE, LEASE, MOST_LOSSES, ORPHAN, PHASE, RULES, SETTLE
 
 if TYPE_CHECKING:
     from tests.simulation.coordinator import Coordinator
@@ -303,6 +303,8 @@ class Promises:
 
     def obeys(self, supervisor: Supervisor, heartbeat: Heartbeat) -> None:
         """A member reports what it has carried out."""
+        if len(heartbeat.worker.lost_peers) > MOST_LOSSES:
+            self.fail(f"{supervisor.rank.name} reports {len(heartbeat.worker.lost_peers)} losses in one message")
         directive, worker = supervisor.member.directive, supervisor.worker
         if not (directive and directive.drain and directive.epoch == heartbeat.epoch and worker and not worker.dead):
             return

@@ -16,6 +16,7 @@ PHASE = 20.0  # how long a check of the settings, or `attached` of an earlier pa
 LOADING = (0.05, 0.5, 4.0)  # how long a worker may load
 HOOKS = (0.0, 0.1, 3.0)  # how long `attached` may run
 SIGKILL = -9
+MOST_LOSSES = 256  # that one heartbeat may tell of
 STEP = 0.4
 HANGING = 0.1  # how often a hanging write is looked at
 CONNECT_TIMEOUT = 30.0

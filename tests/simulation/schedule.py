@@ -30,6 +30,7 @@ from tests.simulation.kills import (
     kill_supervisor,
     kill_worker,
     leave,
+    lose_many,
     no_forks,
     raise_,
     trap,
@@ -91,6 +92,7 @@ KINDS: tuple[Fault, ...] = (
     jump_clock,
     kill_spares,
     reset,
+    lose_many,
 )
 HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [kill_first, slow, kill_worker],

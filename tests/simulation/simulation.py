@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import OVER, Key
+from rolecall.gang.protocol import OVER, Key, name_of
 from rolecall.life.workers import SpareRules
 from tests.simulation.ambushes import Ambushes
 from tests.simulation.clock import Clock
@@ -120,11 +120,15 @@ class Simulation:
         return worker is not None and worker.attached and worker.step > worker.base
 
     def outside(self, gang: Gang) -> list[Key]:
-        """The members that are to join the generation of `gang`, since their role stays, and are not in."""
+        """The members that are to join the generation of `gang`, since their role stays, and are not in; and those in
+        it that rank 0's worker has given up."""
         generation, joining = gang.generation, {role.name for role in self.roles if role.stays and role.elastic}
-        members = gang.members.items()
+        members, first = gang.members.items(), self.workers.get((generation.number, self.rank0))
+        given_up = first.session.given_up if first and first.session else set[tuple[str, int]]()
+        kept = [key for key, part in generation.parts.items() if (name_of(key), part.number) in given_up]
         return [
-            key for key, each in members if key[0] in joining and not each.leaving and not generation.has(key, each)
+            *(key for key in kept if key not in generation.lost_keys),
+            *(key for key, each in members if key[0] in joining and not each.leaving and not generation.has(key, each)),
         ]
 
     # -- the containers

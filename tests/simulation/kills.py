@@ -102,6 +102,8 @@ def kill_spares(simulation: Simulation, random: Random) -> None:
 def lose_many(simulation: Simulation, random: Random) -> None:
     """Rank 0's worker reports more losses than a message may hold, as where there are thousands of ranks."""
     worker = simulation.first.worker
+    if random.random() < 0.8:  # the gang's rules say the same of a few
+        return
     if worker and worker.session and worker.exists and not worker.frozen and worker.core.step == "serving":
         peer = worker.session.attachment.members[-1]
         for number in range(MOST_LOSSES + 1):  # the gang knows of no such parts

@@ -34,7 +34,8 @@ import pytest
 TESTS = Path(__file__).parents[1]
 LIST = TESTS / "gang" / "mutations.list"
 CORES = ("gang", "life", "links")
-SECONDS = 60.0  # that a mutant has to be caught
+SECONDS = 60.0  # of processor time, within which a mutant has to be caught
+BUSY = 10  # times as long as that it may take on a busy machine
 OLD_WORKERS = r"old worker believed alive|runs beside generation"
 
 
@@ -112,8 +113,7 @@ def attempts(mutant: Mutant) -> Iterator[str]:
     """What may find it, the likeliest first."""
     if mutant.found_by:
         yield mutant.found_by
-    if not mutant.promise:
-        yield from (f"script {path.stem}" for path in sorted((TESTS / mutant.core).glob("*.txt")))
+    yield from (f"script {path.stem}" for path in sorted((TESTS / mutant.core).glob("*.txt")))
     yield from (f"seed {seed}" for seed in range(100_000))
 
 
@@ -148,12 +148,12 @@ def finds(attempt: str, promise: str) -> str:
 def attempt(mutant: Mutant) -> int:
     """Prints what finds the mutant. The exit code is 1 if nothing does within its time."""
     sys.meta_path.insert(0, Mutator(mutant))
-    end = time.monotonic() + SECONDS
+    end = time.process_time() + SECONDS
     for each in attempts(mutant):
         if said := finds(each, mutant.promise):
             print(f"{each}: {said}".splitlines()[0])
             return 0
-        if time.monotonic() > end:
+        if time.process_time() > end:
             break
     return 1
 
@@ -165,7 +165,7 @@ def catch(mutant: Mutant) -> str:
     """What finds `mutant`, in a process of its own, and what that says; empty if nothing does in time."""
     command = [sys.executable, "-m", "tests.simulation.mutants", mutant.name]
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS + 10, cwd=TESTS.parent)
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=BUSY * SECONDS, cwd=TESTS.parent)
     except subprocess.TimeoutExpired:
         return ""
     if tried.returncode > 1 or tried.stderr:

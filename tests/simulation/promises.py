@@ -10,7 +10,13 @@
   more excuse: where two containers have one ordinal, the first one's worker ends within its supervisor's fence when
   rank 0 is restarted and hears of the second one first.)
 - What is so excused does no harm: it sets about no checkpoint once a newer generation has begun, none of its arrives
-  after a newer generation's worker 0 has read them, and it meets no worker of another generation at the store.
+  after a newer generation's worker 0 has read them, and no worker of another generation executes its calls.
+- No call of an older generation is executed or answered after a newer one has begun, with the same excuses; none by a
+  part of a worker that is over, or of a peer that was given up. An answer belongs to its call. Every live call ends by
+  its deadline, and at once if its peer is lost or its generation ends.
+- A worker meets, calls `attached`, serves and runs once for each part, in that order; `attached` runs once at a time. A
+  worker that is told to leave has left within a lease, or is killed. A rank has one worker, and no more spares than it
+  is to have. A worker's outcome is what happened to it. A settings check that is well refuses nothing.
 - A part in a generation is taken by one worker, which knows the members of that generation, as the disk does. When a
   member begins another part, no worker has its part before, with the same excuses.
 - DONE is written once, when worker 0 of the generation has reported success; nothing begins after it, the gang stays
@@ -24,6 +30,8 @@
   are, or all raise, it does fail, and a new coordinator finds it failed.
 - A worker that is to be replaced has no part any more, unless rank 0 is started again or has given its member up.
 - The gang says that an elastic rank is lost as often as its worker ended, or was given up, at the most.
+- The gang knows whom rank 0's worker has given up, once nothing happens any more. A message tells of no more losses
+  than it may hold.
 - No finished step is lost by a drain, and none by an order to drain that a worker is never told of.
 - Once nothing happens any more, the job trains, or is over and everybody knows, within `SETTLE` seconds; also
   where an elastic rank that it can do without stays cut off. In as long again, every member of an elastic role that

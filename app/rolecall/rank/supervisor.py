@@ -125,8 +125,8 @@ class Supervisor:
                 self._coordinator = coordinator
                 self._signed_queries.start(coordinator.queries, coordinator.over)
                 self._site.start(coordinator)
-            check = self.workers.check(self.identity.role)
-            await self._or_signal(coordinator.wait_for(check) if coordinator else check)
+                self._tasks |= {asyncio.create_task(loop) for loop in coordinator.loops()}
+            await self._or_signal(self.workers.check(self.identity.role))
             if member.exit_code is not None:
                 return member.exit_code  # a signal came
             if self.is_rank0 and not self.run_pid:  # `rolecall run` says it itself
@@ -134,7 +134,8 @@ class Supervisor:
                     "this run as a page", url=f"http://{self.settings.master_addr}:{self.settings.metrics_port}/"
                 )
             loops = [self._heartbeat_loop(), self._action_loop(), self._time_loop()]
-            loops += coordinator.loops() if coordinator else []
+            if coordinator:
+                coordinator.checked()
             traces = collecting.Collector(coordinator) if coordinator and self.settings.trace else None
             loops += [traces.run()] if traces else []
             loops += [self._tunnel_loop(self.tunnel)] if self.tunnel else []
@@ -149,8 +150,9 @@ class Supervisor:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
             elif member.acknowledged:
+                limit = member.rules.finish_grace + member.rules.lease  # by then the gang has settled
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._exits.wait(), member.rules.finish_grace + member.rules.lease)
+                    await self._or_signal(asyncio.wait_for(self._exits.wait(), limit))
                 scraped = self._scrapes.once_more()
                 if self.run_pid and not coordinator:  # `rolecall run` signals those that outlive rank 0
                     await scraped
@@ -312,9 +314,9 @@ class Supervisor:
         await waiter
         return FAILED if self.member.exit_code is None else self.member.exit_code
 
-    async def _or_signal(self, waiting: Coroutine[Any, Any, None]) -> None:
+    async def _or_signal(self, waiting: Coroutine[Any, Any, object]) -> None:
         """Waits until `waiting` is done or a signal arrives."""
-        waits = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
+        waits: set[asyncio.Task[Any]] = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -110,7 +110,7 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
         # members are split between two
         r"another coordinator runs one|begins after generation|not training|could go on",
     ),
-    "one writer a directory": ({"writer_lock": False}, r"writes after generation \d+ has read"),
+    "one writer a directory": ({"writer_lock": False}, r"writes, and another one is the writer"),
     "a writer looks at the newest number": ({"write_fence": False}, r"writes, and generation \d+ had begun"),
     "a connection names the generation": ({"hello": False}, r"workers of generations \d+ and \d+ meet"),
     "who waits for the writer's lock in vain has done no wrong": (

@@ -113,3 +113,6 @@ class Ambushes:
     def _strike_one(self, rank: Rank, random: Random) -> None:
         if self.simulation.schedule.calm_at is None:
             random.choice(STRIKES)(self.simulation, random, rank)
+
+
+KINDS = (ambush, ambush, ambush_messages, ambush_messages)

@@ -100,3 +100,6 @@ def hanging_disk(simulation: Simulation, random: Random) -> None:
 
 def quick_disk(simulation: Simulation) -> None:
     simulation.disk.slow_until = simulation.disk.hangs_until = 0.0
+
+
+KINDS = (cut, cut, cut_first, reset, slow, slow, storm, unwritable, slow_disk, hanging_disk)

@@ -121,3 +121,7 @@ def leave(simulation: Simulation, random: Random) -> None:
         if back is None:
             rank.wanted = False
         simulation.clock.at(0, rank.supervisor, rank.supervisor.leave)
+
+
+OFTEN = (kill_worker, raise_, kill_rank, kill_rank, kill_supervisor, leave)
+KINDS = (*OFTEN, kill_all, kill_first, kill_spares, trap, flaky, no_forks, lose_many)

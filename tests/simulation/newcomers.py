@@ -87,3 +87,6 @@ def take_away(simulation: Simulation, the_old: bool) -> None:
         process.exit(SIGKILL)
     if goes.supervisor and goes.is_up:
         goes.supervisor.die()
+
+
+KINDS = (add, twin, replace_first)

@@ -82,3 +82,7 @@ def orphan_frozen(simulation: Simulation, random: Random, rank: Rank) -> None:
 
 def orphan_first(simulation: Simulation, random: Random) -> None:
     orphan_frozen(simulation, random, simulation.first)
+
+
+OFTEN = (freeze, freeze, freeze_worker, freeze_supervisor, freeze_supervisor)
+KINDS = (*OFTEN, freeze_all, freeze_first, jump_clock, orphan_first)

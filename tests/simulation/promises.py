@@ -189,31 +189,16 @@ class Promises:
 
     # -- a worker's parts
 
-    def serves(self, worker: Worker, part: PartId) -> None:
-        """Peers may call it, as that part."""
-        if part != worker.part or worker.hooking or (worker.has_hook and part not in worker.hooked):
-            self.fail(f"{name_of(worker.key)} serves part {part} as {worker.part} before it may")
-        if part in worker.served:
-            self.fail(f"{name_of(worker.key)} serves part {part} twice")
-        worker.served.append(part)
-
-    def calls_attached(self, worker: Worker, part: PartId) -> None:
-        if worker.hooking or part in worker.hooked or not worker.has_hook:
-            self.fail(f"{name_of(worker.key)} calls `attached` twice, or as another one runs")
-        worker.hooking = True
-        worker.hooked.append(part)
-
-    def runs(self, worker: Worker, part: PartId) -> None:
-        """Its role's function is called."""
-        if part != worker.part or part not in worker.served or part in worker.ran:
-            self.fail(f"{name_of(worker.key)} runs for part {part} twice, or before it serves")
-        worker.ran.append(part)
-
-    def leaves(self, worker: Worker, part: PartId) -> None:
-        self.log(f"{name_of(worker.key)} leaves generation {part.generation}, part {part.join}")
-        if part in worker.left:
-            self.fail(f"{name_of(worker.key)} leaves part {part} twice")
-        worker.left.append(part)
+    def comes_to(self, worker: Worker, step: str, part: PartId) -> None:
+        """A worker comes to a step of a part: once to each, in order, and `attached` runs once at a time."""
+        before = worker.steps.setdefault(part, [])
+        needed = {"serves": "attached" if worker.has_hook else "", "runs": "serves"}.get(step, "")
+        early = needed not in ("", *before) or (worker.hooking and step in ("attached", "serves"))
+        if early or part != worker.part or step in before or "leaves" in before:
+            self.fail(f"{name_of(worker.key)} {step} as {part}, after {before}")
+        before.append(step)
+        if step == "leaves":
+            self.log(f"{name_of(worker.key)} leaves generation {part.generation}, part {part.join}")
 
     def told_to_leave(self, worker: Worker) -> None:
         """Its supervisor has sent it a directive to leave its generation."""
@@ -304,6 +289,8 @@ class Promises:
 
     def writes(self, worker: Worker, newest: int) -> None:
         """Its checkpoint is on the disk; `newest` generation had begun when it set about it."""
+        if self.simulation.disk.writer is not worker:
+            self.fail(f"worker 0 of generation {worker.generation} writes, and another one is the writer")
         if worker.generation < newest:
             self.fail(f"worker 0 of generation {worker.generation} writes, and generation {newest} had begun")
         if worker.generation < self.loaded:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
+from tests.simulation import ambushes, faults, kills, newcomers, pauses
 from tests.simulation.ambushes import ambush, ambush_messages
 from tests.simulation.faults import (
     cut,
-    cut_first,
     hanging_disk,
     quick_disk,
     reset,
@@ -21,7 +21,6 @@ from tests.simulation.faults import (
     writable,
 )
 from tests.simulation.kills import (
-    flaky,
     kill_all,
     kill_elastic,
     kill_first,
@@ -30,70 +29,19 @@ from tests.simulation.kills import (
     kill_supervisor,
     kill_worker,
     leave,
-    lose_many,
     no_forks,
-    raise_,
     trap,
 )
 from tests.simulation.network import QUIET
 from tests.simulation.newcomers import add, replace_first, take_away, twin
-from tests.simulation.pauses import (
-    freeze,
-    freeze_all,
-    freeze_first,
-    freeze_supervisor,
-    freeze_worker,
-    jump_clock,
-    orphan_first,
-    thaw,
-)
+from tests.simulation.pauses import freeze, freeze_first, freeze_supervisor, orphan_first, thaw
 from tests.simulation.rules import SETTLE
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
 Fault = Callable[["Simulation", Random], None]  # its name is what is counted
-KINDS: tuple[Fault, ...] = (
-    kill_worker,
-    raise_,
-    kill_rank,
-    kill_rank,
-    kill_supervisor,
-    freeze,
-    freeze,
-    freeze_worker,
-    leave,
-    cut,
-    cut,
-    storm,
-    add,
-    twin,
-    slow,
-    slow,
-    unwritable,
-    freeze_all,
-    kill_all,
-    trap,
-    flaky,
-    freeze_first,
-    kill_first,
-    freeze_supervisor,
-    freeze_supervisor,
-    replace_first,
-    cut_first,
-    ambush,
-    ambush,
-    orphan_first,
-    slow_disk,
-    hanging_disk,
-    ambush_messages,
-    ambush_messages,
-    no_forks,
-    jump_clock,
-    kill_spares,
-    reset,
-    lose_many,
-)
+KINDS: tuple[Fault, ...] = (*kills.KINDS, *pauses.KINDS, *faults.KINDS, *newcomers.KINDS, *ambushes.KINDS)
 HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [kill_first, slow, kill_worker],
     [twin, slow, cut],

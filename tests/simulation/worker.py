@@ -67,11 +67,8 @@ class Worker(Process):
         self.told = False  # to drain, by its supervisor
         self.drain = False
         self.step = self.base = 0
-        self.served: list[PartId] = []
-        self.hooked: list[PartId] = []
-        self.ran: list[PartId] = []
-        self.left: list[PartId] = []
-        self.hooking = False
+        self.steps: dict[PartId, list[str]] = {}  # that its parts have come to
+        self.hooking = False  # `attached` runs
         self.said: Outcome = ""  # its result
         self.code: int | None = None
         self.replaced_by: Coordinator | None = None  # which wants another worker in its place
@@ -198,15 +195,16 @@ class Worker(Process):
             case parts.Meet(attachment):
                 self._begin(attachment)
             case parts.CallAttached(part):
-                self.simulation.promises.calls_attached(self, part)
+                self.simulation.promises.comes_to(self, "attached", part)
+                self.hooking = True
                 self.clock.at(self.clock.random.choice(HOOKS), self, self._hook_returned, part)
             case parts.Serve(part):
-                self.simulation.promises.serves(self, part)
+                self.simulation.promises.comes_to(self, "serves", part)
                 if self.session:
                     self.session.serve()
                 self._run()
             case parts.Leave(part):
-                self.simulation.promises.leaves(self, part)
+                self.simulation.promises.comes_to(self, "leaves", part)
                 if self.session:
                     self.session.end()
             case parts.Report(message):
@@ -276,7 +274,7 @@ class Worker(Process):
         if part is None:
             return
         self.running = True
-        self.simulation.promises.runs(self, part)
+        self.simulation.promises.comes_to(self, "runs", part)
         if self.is_rank0:
             self.base = self.simulation.disk.newest[1]
             self.simulation.promises.trains_after(self, self.base)

@@ -177,6 +177,7 @@ def catch_all(names: Sequence[str] = (), *, rewrite: bool = False) -> int:
     """Tries the mutants, prints those that nothing finds and a table of the cores. The exit code is 1 unless 95 of 100
     are caught."""
     mutants, found = read(), dict[str, str]()
+    print(f"{len(names or mutants)} broken rules, each in a process of its own ...", flush=True)
     rows = {core: Counter[str]() for core in (*CORES, "wire")}
     for mutant in mutants.values():
         if not names or mutant.name in names:

@@ -152,8 +152,9 @@ class Promises:
     def knows(self, worker: Worker) -> None:
         """A worker learned who is in its generation."""
         assert worker.attachment is not None
-        first = self.members[worker.generation]
-        if tuple((peer.role, peer.ordinal) for peer in worker.attachment.members[: len(first)]) != first:
+        first, me = self.members[worker.generation], worker.attachment.me
+        members = tuple((peer.role, peer.ordinal) for peer in worker.attachment.members)
+        if (me.role, me.ordinal) != worker.key or members[: len(first)] != first:
             self.fail(f"{name_of(worker.key)} of generation {worker.generation} has another generation's members")
 
     def _watch_all(self) -> None:

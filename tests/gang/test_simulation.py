@@ -94,11 +94,11 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], str, int]] = {
     ),
     "one writer a directory": ({"writer_lock": False}, r"writes, and another one is the writer", 757),
     "a writer looks at the newest number": ({"write_fence": False}, r"writes, and generation \d+ had begun", 1239),
-    "a connection names the generation": ({"hello": False}, r"workers of generations \d+ and \d+ meet", 298),
+    "a connection names the generation": ({"hello": False}, r"workers of generations \d+ and \d+ meet", 144),
     "who waits for the writer's lock in vain has done no wrong": (
         {"locked_out": "refused"},
         r"failed after 1 failures",
-        475,
+        224,
     ),
 }
 

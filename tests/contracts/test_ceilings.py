@@ -12,10 +12,10 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 ROOMS = {
     "rolecall": 1980,
     "rolecall/checkpoint": 2040,
-    "rolecall/context": 2870,
+    "rolecall/context": 2880,
     "rolecall/declare": 1460,
     "rolecall/export": 920,
-    "rolecall/gang": 2300,
+    "rolecall/gang": 2000,
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
@@ -24,7 +24,7 @@ ROOMS = {
     "rolecall/jobs/script": 190,
     "rolecall/launch": 2350,
     "rolecall/life": 1090,  # what rank decided before, and its table of states
-    "rolecall/links": 720,
+    "rolecall/links": 710,  # what wire decided before, and its tables of states
     "rolecall/messages": 560,  # the declarations and codecs of six rooms
     "rolecall/observe": 650,
     "rolecall/observe/doctor": 1080,
@@ -32,15 +32,15 @@ ROOMS = {
     "rolecall/observe/sinks": 690,
     "rolecall/observe/stacks": 630,
     "rolecall/observe/trace": 810,
-    "rolecall/rank": 4570,
+    "rolecall/rank": 4680,
     "rolecall/record": 1370,
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2050,
     "rolecall/weights": 950,
-    "rolecall/wire": 2740,
+    "rolecall/wire": 2730,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 50290, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
+TOTALS = {"tests": 49830, "bench": 9120, "tools": 2040, "docs": 47000}
 
 
 def lines(path: Path) -> int:

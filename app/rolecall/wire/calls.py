@@ -329,7 +329,7 @@ class Wire:
 
     def _cancel(self, call: Pending) -> None:
         if not call.link.ended:
-            call.link.offer(Kind.CANCEL, call.number, _NOTHING, lambda: None)
+            call.link.offer(Kind.CANCEL, call.number, _NOTHING)
 
     def _give_up(self, call: Pending) -> None:
         """Nobody waits for the answer of a call any more."""

@@ -87,8 +87,8 @@ test-engines: ## checks the files for Kubeflow Trainer and SkyPilot against thes
 	  pytest pyyaml skypilot 'kubeflow-trainer-api>=2.3,<3'
 	build/engines/bin/python -m pytest --noconftest --override-ini addopts= --override-ini timeout= -W ignore tests/contracts/test_engines.py
 
-simulate: $(READY) ## plays 10,000 random schedules of crashes, pauses, joins and cuts (SCHEDULES=, SEED=, RANKS=200)
-	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1) --ranks $(or $(RANKS),0)
+simulate: $(READY) ## plays 10,000 random schedules of faults, and tries broken rules (SCHEDULES=, RANKS=200); SEED=n prints the story of one, with SCHEDULES= plays so many from there
+	$(BIN)/python -m tests.simulation --ranks $(or $(RANKS),0) $(if $(SCHEDULES),--schedules $(SCHEDULES) --seed $(SEED),$(if $(filter-out file,$(origin SEED)),$(SEED),--mutants))
 
 leaks: $(READY) ## measures what 200 generations of rl and 10,000 steps of rnn leave behind (GENERATIONS=, STEPS=)
 	GENERATIONS="$(or $(GENERATIONS),200)" STEPS="$(or $(STEPS),10000)" $(BIN)/python -m pytest tests/integration/test_leaks.py -s

@@ -244,7 +244,7 @@ def directive_of(member: FakeMember, name: str) -> str:
     return ("" if name == place else f"{place}, ") + ", ".join(words)
 
 
-def play_script(text: str) -> str:
+def play(text: str) -> str:
     """`text` with the output that its commands have now."""
     world, blocks = World(), []
     for block in re.split(r"\n\n+", text.strip()):
@@ -260,7 +260,7 @@ def play_script(text: str) -> str:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_rule(script: Path, request: pytest.FixtureRequest) -> None:
     text = script.read_text()
-    output = play_script(text)
+    output = play(text)
     if request.config.getoption("--rewrite", default=False):
         script.write_text(output)
     else:
@@ -269,4 +269,4 @@ def test_rule(script: Path, request: pytest.FixtureRequest) -> None:
 
 def test_changed_output_is_seen() -> None:
     script = SCRIPTS[0].read_text()
-    assert play_script(script.replace("----\n", "----\nwhat no command prints\n", 1)) == script
+    assert play(script.replace("----\n", "----\nwhat no command prints\n", 1)) == script

@@ -11,7 +11,8 @@ it has changed. `pytest tests/life --rewrite` writes the output instead of check
     exits 1 CODE killer=... step=7      its process exits; CODE is a number, or `?`
     traces 1                            the worker 1 records a trace
     kill 1 OUTCOME over | fail 1 PROBLEM | dumped 1 | handed-over
-    wait 2s                             time passes
+    wait 2s | sleep 100s                time passes; this process is suspended
+    heard 1                             when it last sent something?
 
 A script that begins with `worker` is about the worker's own side:
 
@@ -49,6 +50,7 @@ MESSAGES: dict[str, Any] = {
     "connected": messages.Connected,
     "detached": messages.Detached,
     "drain-refused": messages.DrainRefused,
+    "peer-lost": messages.PeerLost,
     "stuck": messages.Stuck,
     "result": messages.Result,
 }
@@ -57,6 +59,8 @@ QUIET = {"rows", "long_calls", "summary"}  # what is printed of no message
 
 
 def value_of(text: str) -> Any:
+    if key := re.fullmatch(r"(\w+):(\d+)", text):
+        return ((key[1], int(key[2])),)
     return int(text) if re.fullmatch(r"-?\d+", text) else text == "true" if text in ("true", "false") else text
 
 
@@ -69,7 +73,8 @@ def shown(effect: Any) -> str:
     is_message = isinstance(effect, Struct)
     values = {name: getattr(effect, name) for name in (effect.__struct_fields__ if is_message else vars(effect))}
     if attachment := values.pop("attachment", None):
-        values |= {"generation": attachment.generation, "join": attachment.me.join}
+        lost = ",".join(attachment.lost)
+        values |= {"generation": attachment.generation, "join": attachment.me.join, "lost": lost}
     said = [f"{name}={value}" for name, value in values.items() if value and name not in QUIET]
     return " ".join([re.sub(r"(?<!^)(?=[A-Z])", "-", type(effect).__name__).lower(), *said])
 
@@ -80,13 +85,13 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.workers: RankWorkers
-        self.status = ""
+        self.status, self.numbers = "", "step 0, 0 lost"
 
     def run(self, line: str) -> list[str]:
         """Carries out a command. Returns what it prints."""
         command, *words = line.split()
         batch = getattr(self, "_" + command.replace("-", "_"))(*words)
-        return self.printed(batch) if batch else []
+        return [batch] if isinstance(batch, str) else self.printed(batch) if batch else []
 
     def printed(self, batch: Batch) -> list[str]:
         lines = []
@@ -110,6 +115,10 @@ class World:
             assert batch.changed or self.status == "", "a changed status is reported"
             self.status = said
             lines.append(f"-> {said}")
+        numbers = f"step {status.step}, {len(status.lost_peers)} lost"
+        if numbers != self.numbers:
+            self.numbers = numbers
+            lines.append(f"-> {numbers}{', at once' * batch.changed}")
         if batch.deadline < math.inf:
             lines.append(f"until {batch.deadline:g} s")
         return lines + ["done"] * batch.done
@@ -119,7 +128,7 @@ class World:
         spares = numbers.pop("spares")
         times, rules = Times(numbers["lease"], numbers["phase_timeout"]), SpareRules(spares, pause=1)
         self.workers = RankWorkers("" if role == "-" else role, times, spares=lambda _: rules)
-        self.status = "none in 0/0"
+        self.status, self.numbers = "none in 0/0", "step 0, 0 lost"
 
     def _do(self, kind: Any, directive: Any, *words: str) -> Batch:
         fields = {"role": "worker", "ordinal": 1, "epoch": 1, "members": MEMBERS} | options([*words])
@@ -144,7 +153,8 @@ class World:
         return self.workers.not_forked(int(number), " ".join(problem), self.now, killed=why == "killed")
 
     def _says(self, number: str, name: str, *words: str) -> Batch:
-        fields = {"report": {"step": 0}, "stuck": {"stacks": ""}}.get(name, {}) | options([*words])
+        defaults = {"report": {"step": 0}, "stuck": {"stacks": ""}, "peer-lost": {"peer": Peer("worker", 2, 2)}}
+        fields = defaults.get(name, {}) | options([*words])
         return self.workers.received(int(number), MESSAGES[name](**fields), self.now)
 
     def _exits(self, number: str, code: str, *words: str) -> Batch:
@@ -163,9 +173,16 @@ class World:
     def _handed_over(self) -> Batch:
         return self.workers.handed_over(self.now)
 
+    def _heard(self, number: str) -> str:
+        return f"heard {self.workers.lives[int(number)].last_heartbeat}"
+
     def _wait(self, seconds: str) -> Batch:
         self.now += float(seconds.rstrip("s"))
         return self.workers.tick(self.now)
+
+    def _sleep(self, seconds: str) -> None:
+        self.now += float(seconds.rstrip("s"))
+        self.workers.suspended(float(seconds.rstrip("s")))
 
 
 class Inside:

@@ -1,11 +1,11 @@
-"""A gang on a simulated clock: coordinator, supervisors, workers, containers, disk, network, and the faults.
+"""The cores of a whole run on a simulated clock: gang and members, workers' lives, links and calls.
 
-All of rolecall/gang is under test: the gang, what drives it, and the members. The rest are models: of the processes and
-timers around them, the worker and what it writes, the locks, the rendezvous store, and TCP. `promises` says what must
-hold; `schedule` the faults. Everything is drawn from one seed, so a schedule that breaks a promise can be run
-again:
+All of rolecall/gang, rolecall/life and rolecall/links is under test, and what decides whether a checkpoint may be
+written. The rest are models: of processes, forks, pipes, connections and timers, the meeting at rank 0's worker, what a
+worker does and writes, and the locks of the disk. `promises` says what must hold; `schedule` the faults; `mutants`
+which broken rules are found. Everything is drawn from one seed, so a schedule that breaks a promise can be run again:
 
     python -m tests.simulation SEED
 
-prints what happened in it; without SEED, and with --schedules and --seed, many are played (`make simulate`).
+prints what happened in it (`make simulate SEED=n`); without SEED, and with --schedules and --seed, many are played.
 """

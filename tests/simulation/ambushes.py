@@ -1,17 +1,28 @@
-"""Faults of several ranks at the same instant, in every phase of a gang's life."""
+"""Faults of several ranks at the same instant, in every phase of a gang's life, and at every kind of message."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tests.simulation.clock import Process
 from tests.simulation.kills import kill_elastic, kill_rank, kill_supervisor, kill_the_worker, kill_worker, leave
 from tests.simulation.pauses import freeze, freeze_supervisor, orphan_frozen
 
 if TYPE_CHECKING:
+    from tests.simulation.rank import Rank
     from tests.simulation.simulation import Simulation
 
 PHASES = ("gathering", "running", "draining", "stopping", "finishing", "over", "writing", "joining")
+MESSAGES = (
+    *("Attach", "Detach", "Update", "Drain", "End"),  # to a worker
+    *("Loaded", "Connected", "Detached", "PeerLost", "DrainRefused", "Result", "Report"),  # from it
+    *("Beat", "Answer"),  # to rank 0, and from it
+    *("Request", "Reply", "Cancelled"),  # between workers
+)
+MOMENTS = ("before", "under way", "after")  # it is not sent yet; it was sent; it was taken
+STRIKES = (kill_rank, kill_rank, kill_supervisor, kill_the_worker, freeze, freeze_supervisor, orphan_frozen)
 
 
 def ambush(simulation: Simulation, random: Random) -> None:
@@ -25,25 +36,34 @@ def ambush(simulation: Simulation, random: Random) -> None:
         simulation.clock.at(random.uniform(0, 5), None, provoke, simulation, Random(random.random()))
 
 
+def ambush_messages(simulation: Simulation, random: Random) -> None:
+    """Sender or receiver of a message, at a moment of its way; a few times."""
+    for _ in range(random.choice((1, 1, 3))):
+        simulation.ambushes.lie_in_wait(random.choice(MESSAGES), Random(random.random()))
+    provoke = random.choice((leave, kill_elastic, kill_worker, None))
+    if provoke:
+        simulation.clock.at(random.uniform(0, 3), None, provoke, simulation, Random(random.random()))
+
+
 class Ambushes:
-    """Those that wait for their phase."""
+    """Those that wait for their phase or message."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
-        self._waiting: list[tuple[str, Random]] = []
+        self._waiting: dict[str, list[Random]] = {}
 
     def lie_in_wait(self, phase: str, random: Random) -> None:
-        self._waiting.append((phase, random))
+        self._waiting.setdefault(phase, []).append(random)
         self.simulation.story.log(f"an ambush waits for {phase}")
 
     def call_off(self) -> None:
         self._waiting.clear()
 
+    # -- phases
+
     def enter(self, phase: str) -> None:
         """Something came to `phase`."""
-        for waiting in [each for each in self._waiting if each[0] == phase]:
-            self._waiting.remove(waiting)
-            random = waiting[1]
+        for random in self._waiting.pop(phase, ()):
             within = 0.15 if phase == "writing" else random.choice((0.0, 0.1, 0.5, 2.0))
             self.simulation.clock.at(random.uniform(0, within), None, self._strike, phase, random)
 
@@ -60,15 +80,39 @@ class Ambushes:
             orphan_frozen(simulation, random, simulation.first)
             return
         for rank in victims:
-            strike = random.choice(
-                (
-                    kill_rank,
-                    kill_rank,
-                    kill_supervisor,
-                    kill_the_worker,
-                    freeze,
-                    freeze_supervisor,
-                    orphan_frozen,
-                )
-            )
-            strike(simulation, random, rank)
+            random.choice(STRIKES)(simulation, random, rank)
+
+    # -- messages
+
+    def at_message(
+        self,
+        name: str,
+        sender: Process,
+        receiver: Process,
+        send: Callable[..., float],
+        *arguments: Any,
+    ) -> None:
+        """Has `sender` send a message, which arrives after the seconds that `send` returns."""
+        waiting = self._waiting.get(name) if self._waiting else None
+        if not waiting or self.simulation.clock.random.random() < 0.5:  # a later one
+            send(*arguments)
+            return
+        random = waiting.pop()
+        moment = random.choice(MOMENTS)
+        rank = (sender if moment == "before" or random.random() < 0.3 else receiver).rank
+        self.simulation.story.count(f"ambush {moment} {name}")
+        if moment == "before":
+            random.choice(STRIKES)(self.simulation, random, rank)
+            self.simulation.clock.at(0, sender, send, *arguments)  # if it lives, and once it goes on
+            return
+        delay = send(*arguments)
+        if moment == "under way":
+            delay *= random.random()
+        self.simulation.clock.at(delay, None, self._strike_one, rank, random)
+
+    def _strike_one(self, rank: Rank, random: Random) -> None:
+        if self.simulation.schedule.calm_at is None:
+            random.choice(STRIKES)(self.simulation, random, rank)
+
+
+KINDS = (ambush, ambush, ambush_messages, ambush_messages)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.simulation.rank import Rank
+
+
+ROUNDING = 1e-9  # seconds, so that no clock shows less than the time that was waited for
 
 
 class Clock:
@@ -14,10 +20,10 @@ class Clock:
     def __init__(self, random: Random) -> None:
         self.now = 0.0
         self.random = random
-        self._heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Process | None, Callable[..., object], tuple[Any, ...]]] = []
         self._count = 0
 
-    def at(self, delay: float, process: Process | None, function: Callable[..., None], *arguments: Any) -> None:
+    def at(self, delay: float, process: Process | None, function: Callable[..., object], *arguments: Any) -> None:
         """Call `function` after `delay`, if `process` lives and when it is not frozen."""
         self._count += 1
         heapq.heappush(self._heap, (self.now + delay, self._count, process, function, arguments))
@@ -40,12 +46,21 @@ class Clock:
 class Process:
     """Something that runs, can be frozen, and dies. What is due to it while it is frozen happens when it goes on."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock, rank: Rank) -> None:
+        self.clock, self.rank = clock, rank
         self.frozen = self.dead = False
         self.frozen_at = self.frozen_until = 0.0
         self.thawed_at = self.died_at = float("-inf")
-        self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.held: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+
+    @property
+    def now(self) -> float:
+        """What its clock shows."""
+        return self.clock.now + self.rank.clock_ahead
+
+    def at(self, time: float, function: Callable[..., object], *arguments: Any) -> None:
+        """Calls `function` once its clock shows `time`."""
+        self.clock.at(max(0.0, time - self.now) + ROUNDING, self, function, *arguments)
 
     def freeze(self, until: float) -> None:
         if not self.frozen:

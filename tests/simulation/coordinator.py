@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rolecall.gang.budget import after_restart
+from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import OVER, Batch, Effect, Key, RejectedError
 from tests.simulation.kills import kill_rank
 from tests.simulation.network import Post
@@ -19,9 +21,9 @@ class Coordinator:
 
     def __init__(self, simulation: Simulation, owner: Supervisor) -> None:
         self.simulation, self.owner, self.clock = simulation, owner, simulation.clock
-        disk, now = simulation.disk, self.clock.now
-        budget = simulation.code.after_restart(disk.budget, disk.newest[1], bool(disk.members))
-        self.gang = simulation.code.gang(
+        disk, now = simulation.disk, owner.now
+        budget = after_restart(disk.budget, disk.newest[1], bool(disk.members))
+        self.gang = Gang(
             simulation.roles,
             simulation.rules,
             owner.incarnation,
@@ -49,11 +51,11 @@ class Coordinator:
 
     def tick(self, deadline: float) -> None:
         if deadline == self.deadline:
-            self.perform(self.gang.tick(self.clock.now))
+            self.perform(self.gang.tick(self.owner.now))
 
     def perform(self, batch: Batch) -> None:
         """Do what the gang says, and follow what happens."""
-        gang, promises, now = self.gang, self.simulation.promises, self.clock.now
+        gang, promises, now = self.gang, self.simulation.promises, self.owner.now
         if now - self.ticked > NAP:
             self.awake_since = now
         self.ticked = now
@@ -69,25 +71,25 @@ class Coordinator:
         self._enter()
         for key in self.members:
             if key not in gang.members:
-                promises.given_up(key, max(self.received_at.get(key, now), self.awake_since))
+                promises.given_up(key, now - max(self.received_at.get(key, now), self.awake_since))
         self.members = list(gang.members)
         for event in batch.events:
             promises.happened(event)
         for reply in batch.replies:
             answer, post = reply.answer, self.posts.pop(reply.number)
             if isinstance(answer, RejectedError):
-                self.simulation.network.reply(post, answer.reason)
+                self.simulation.network.reply(self, post, answer.reason)
                 continue
             if answer.again:
                 self.simulation.story.count("whole heartbeat asked for")
-            self.simulation.network.reply(post, answer)
+            self.simulation.network.reply(self, post, answer)
         if batch.deadline <= now:
             self.perform(gang.tick(now))
         elif batch.deadline != self.deadline:
             self.deadline = batch.deadline
-            self.clock.at(self.deadline - now, self.owner, self.tick, self.deadline)
+            self.owner.at(self.deadline, self.tick, self.deadline)
         if batch.settled and not self.owner.dead:
-            self.owner.perform(self.owner.member.settled(now))
+            self.owner.obey(self.owner.member.settled(now))
 
     def _write(self, effect: Effect) -> None:
         """The disk's thread sets about an effect."""
@@ -108,7 +110,7 @@ class Coordinator:
         clock.at(clock.random.uniform(0, 0.01), self.owner, self._written, on_disk)
 
     def _written(self, on_disk: bool) -> None:
-        self.perform(self.gang.written(on_disk, self.clock.now))
+        self.perform(self.gang.written(on_disk, self.owner.now))
 
     def _finish(self, effect: Effect) -> bool:
         disk = self.simulation.disk
@@ -143,7 +145,7 @@ class Coordinator:
             self.simulation.ambushes.enter("over" if self.phase in OVER else self.phase)
 
     def crashed(self, key: Key) -> None:
-        self.perform(self.gang.crashed(key, self.clock.now))
+        self.perform(self.gang.crashed(key, self.owner.now))
         self.simulation.story.count("crash reported")
 
     def receive(self, post: Post) -> None:
@@ -152,12 +154,12 @@ class Coordinator:
             return  # only in a connection that was open before can something still arrive from the dead
         self.requests += 1
         self.posts[self.requests] = post
-        batch = self.gang.receive(self.requests, beat, self.clock.now)
+        batch = self.gang.receive(self.requests, beat, self.owner.now)
         key, member = next(reversed(self.gang.members.items()), (None, None))
         heard = (member.heartbeat.incarnation, member.sequence) if member else ("", 0)
         if key and heard == (beat.incarnation, beat.sequence) and beat.sequence > self.sequences.get(heard[0], 0):
             self.sequences[beat.incarnation] = beat.sequence
-            self.received_at[key] = self.clock.now
+            self.received_at[key] = self.owner.now
         self.perform(batch)
 
     def close(self) -> None:

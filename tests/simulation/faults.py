@@ -41,8 +41,18 @@ def _cut_off(simulation: Simulation, rank: Rank, way: str, seconds: float) -> No
         rank.cut_to = max(rank.cut_to, clock.now + seconds)
     if way != "to":
         rank.cut_from = max(rank.cut_from, clock.now + seconds)
-    if seconds < float("inf"):
-        clock.at(seconds + 0.01, None, simulation.store.meet_newest)
+
+
+def reset(simulation: Simulation, random: Random) -> None:
+    """Connections of its worker break."""
+    rank = simulation.any_rank(random)
+    worker = rank.worker
+    if worker and worker.session:
+        for each in simulation.ranks if worker.is_rank0 else (rank,):
+            simulation.hurt(each, LEASE, f"connections of {rank.name} break")
+        for connection in [*worker.session.connections]:
+            if random.random() < 0.7:
+                connection.reset()
 
 
 def slow(simulation: Simulation, random: Random, rank: Rank | None = None) -> None:
@@ -90,3 +100,6 @@ def hanging_disk(simulation: Simulation, random: Random) -> None:
 
 def quick_disk(simulation: Simulation) -> None:
     simulation.disk.slow_until = simulation.disk.hangs_until = 0.0
+
+
+KINDS = (cut, cut, cut_first, reset, slow, slow, storm, unwritable, slow_disk, hanging_disk)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from rolecall.messages.worker import PeerLost, Result
 from tests.simulation.rank import Rank
-from tests.simulation.rules import LEASE, RULES
+from tests.simulation.rules import LEASE, MOST_LOSSES, RULES, SIGKILL
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -36,13 +38,16 @@ def raise_(simulation: Simulation, random: Random) -> None:
 def _worker_dies(simulation: Simulation, rank: Rank, outcome: str) -> None:
     simulation.hurt(rank, 0, f"worker {outcome}")
     if rank.worker and rank.worker.exists and (outcome == "killed" or not rank.worker.frozen):
-        rank.worker.end(outcome, "" if outcome == "killed" else f"KeyError at {simulation.clock.now:.3f}")
+        if outcome == "killed":
+            rank.worker.exit(SIGKILL)
+        else:
+            rank.worker.end(Result("failed", f"KeyError at {simulation.clock.now:.3f}"))
 
 
 def kill_rank(simulation: Simulation, random: Random, rank: Rank | None = None) -> None:
     rank = rank or simulation.any_rank(random)
-    if rank.worker and rank.worker.exists:
-        rank.worker.end("killed")
+    for process in [*rank.processes]:
+        process.exit(SIGKILL)
     kill_supervisor(simulation, random, rank)
 
 
@@ -80,6 +85,31 @@ def flaky(simulation: Simulation, random: Random) -> None:
         simulation.hurt(rank, rank.dies_young + 3 - simulation.clock.now, "dies young")
 
 
+def no_forks(simulation: Simulation, random: Random) -> None:
+    """Its fork server is killed, again and again."""
+    rank, seconds = simulation.any_rank(random), random.uniform(1, 10)
+    simulation.hurt(rank, seconds + 3, f"cannot fork for {seconds:.1f} s")
+    rank.forks_fail_until = simulation.clock.now + seconds
+
+
+def kill_spares(simulation: Simulation, random: Random) -> None:
+    for rank in simulation.ranks:
+        for process in [*rank.processes]:
+            if process is not rank.worker and random.random() < 0.5:
+                process.exit(SIGKILL)
+
+
+def lose_many(simulation: Simulation, random: Random) -> None:
+    """Rank 0's worker reports more losses than a message may hold, as where there are thousands of ranks."""
+    worker = simulation.first.worker
+    if random.random() < 0.8:  # the gang's rules say the same of a few
+        return
+    if worker and worker.session and worker.exists and not worker.frozen and worker.core.step == "serving":
+        peer = worker.session.attachment.members[-1]
+        for number in range(MOST_LOSSES + 1):  # the gang knows of no such parts
+            worker.up.send(PeerLost(replace(peer, join=1000 + number)))
+
+
 def leave(simulation: Simulation, random: Random) -> None:
     """SIGTERM; the rank may come back."""
     rank = simulation.any_rank(random)
@@ -91,3 +121,7 @@ def leave(simulation: Simulation, random: Random) -> None:
         if back is None:
             rank.wanted = False
         simulation.clock.at(0, rank.supervisor, rank.supervisor.leave)
+
+
+OFTEN = (kill_worker, raise_, kill_rank, kill_rank, kill_supervisor, leave)
+KINDS = (*OFTEN, kill_all, kill_first, kill_spares, trap, flaky, no_forks, lose_many)

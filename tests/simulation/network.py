@@ -32,45 +32,56 @@ class Network:
         self.simulation, self.clock = simulation, simulation.clock
         self.storm = QUIET  # until, loss, duplicates, delay
 
-    def cut(self, rank: Rank) -> bool:
-        return rank.cut_to > self.clock.now or rank.cut_from > self.clock.now
+    def cut_until(self, one: Rank, other: Rank) -> float:
+        """When the workers of two ranks reach each other again."""
+        return 0.0 if one is other else max(one.cut_to, one.cut_from, other.cut_to, other.cut_from)
 
     def send(self, post: Post) -> None:
+        lead = self.simulation.lead
+        receiver = lead.owner if lead else post.sender
+        self.simulation.ambushes.at_message("Beat", post.sender, receiver, self._send, post)
+
+    def _send(self, post: Post) -> float:
         clock, first = self.clock, self.simulation.first
         rank, lead = post.sender.rank, self.simulation.lead
         delay = self._delay(rank)
         if not rank.first:
             if not post.sender.connected and self._unconnectable(rank):
-                return
+                return delay
             if (until := max(rank.cut_to, first.cut_to)) > clock.now:
                 if clock.random.random() < 0.7 or until == float("inf"):
-                    return
+                    return delay
                 delay += until - clock.now  # the kernel sends it again after the cut
             elif self._lost(rank):
-                return
+                return delay
             if lead and lead.owner.rank is not first:
                 lead = None  # MASTER_ADDR leads to a container whose coordinator waits for the lock
         elif lead and lead.owner is not post.sender:
             lead = None
         if lead is None or lead.owner.dead:
             clock.at(delay, post.sender, post.sender.failed, post)
-            return
+            return delay
         clock.at(delay, lead.owner, lead.receive, post)
         clock.at(delay, None, self._unanswered, post, lead)
         if not rank.first and self.storm[0] > clock.now and clock.random.random() < self.storm[2]:
             clock.at(delay + clock.random.uniform(0, 10), lead.owner, lead.receive, post)
+        return delay
 
-    def reply(self, post: Post, answer: Answer | str) -> None:
+    def reply(self, lead: Coordinator, post: Post, answer: Answer | str) -> None:
+        self.simulation.ambushes.at_message("Answer", lead.owner, post.sender, self._reply, post, answer)
+
+    def _reply(self, post: Post, answer: Answer | str) -> float:
         clock, rank = self.clock, post.sender.rank
         delay = self._delay(rank)
         until = 0.0 if rank.first else max(rank.cut_from, self.simulation.first.cut_from)
         if until > clock.now:
             if clock.random.random() < 0.7 or until == float("inf"):
-                return
+                return delay
             delay += until - clock.now
         elif self._lost(rank):
-            return
+            return delay
         clock.at(delay, post.sender, post.sender.answered, post, answer)
+        return delay
 
     def _delay(self, rank: Rank) -> float:
         now, random = self.clock.now, self.clock.random

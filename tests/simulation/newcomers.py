@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.faults import cut_first
 from tests.simulation.pauses import freeze, freeze_supervisor
 from tests.simulation.rank import Rank
+from tests.simulation.rules import SIGKILL
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -51,11 +52,13 @@ def replace_first(simulation: Simulation, random: Random) -> None:
         return
     clock, ranks = simulation.clock, simulation.ranks
     old, new = simulation.first, Rank(simulation.first.role, 0, f"node{len(ranks)}", first=True)
-    what = random.choice((freeze, freeze_supervisor, cut_first, None))
-    if what == cut_first:
-        cut_first(simulation, random)
-    elif what:
-        what(simulation, random, old)
+    match random.choice(("freeze", "freeze supervisor", "cut", "")):
+        case "freeze":
+            freeze(simulation, random, old)
+        case "freeze supervisor":
+            freeze_supervisor(simulation, random, old)
+        case "cut":
+            cut_first(simulation, random)
     ranks.append(new)
     simulation.replaced = old, new
     for rank in ranks:
@@ -80,7 +83,10 @@ def take_away(simulation: Simulation, the_old: bool) -> None:
     goes.wanted = False
     for rank in simulation.ranks:
         simulation.hurt(rank, 15, f"{goes.name} is taken away")
-    if goes.worker and goes.worker.exists:
-        goes.worker.end("killed")
+    for process in [*goes.processes]:
+        process.exit(SIGKILL)
     if goes.supervisor and goes.is_up:
         goes.supervisor.die()
+
+
+KINDS = (add, twin, replace_first)

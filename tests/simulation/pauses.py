@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.kills import kill_supervisor
 from tests.simulation.rank import Rank
-from tests.simulation.rules import LEASE
+from tests.simulation.rules import LEASE, NAP
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -19,7 +19,7 @@ def freeze(simulation: Simulation, random: Random, rank: Rank | None = None, sec
     seconds = seconds or random.choice((random.uniform(0.5, 5), random.uniform(4, 9), random.uniform(5, 20)))
     simulation.hurt(rank, seconds, f"frozen for {seconds:.1f} s")
     rank.frozen_until = max(rank.frozen_until, clock.now + seconds)
-    for process in (rank.supervisor, rank.worker):
+    for process in (rank.supervisor, *rank.processes):
         if process and not process.dead:
             process.freeze(clock.now + seconds)
     clock.at(seconds, None, thaw, simulation, rank)
@@ -29,17 +29,22 @@ def thaw(simulation: Simulation, rank: Rank) -> None:
     """Let all go on whose time has come."""
     if rank.supervisor:
         rank.supervisor.thaw()
-    for worker in simulation.all_workers:
-        if worker.rank is rank:
-            frozen = worker.frozen
+    for worker in [*rank.processes]:
+        if not worker.dead:
             worker.thaw()
             simulation.promises.watch_old(worker)  # its supervisor may have been the one that was frozen
-            if frozen and not worker.frozen:
-                simulation.store.meet(worker.generation)
 
 
 def freeze_first(simulation: Simulation, random: Random) -> None:
     freeze(simulation, random, simulation.first)
+
+
+def jump_clock(simulation: Simulation, random: Random) -> None:
+    """Its clock jumps ahead, as after a suspension, and nothing else stops."""
+    rank, seconds = simulation.any_rank(random), random.choice((random.uniform(NAP, 8), random.uniform(5, 60)))
+    for each in simulation.ranks if rank.first else (rank,):
+        simulation.hurt(each, 2 * LEASE, f"the clock of {rank.name} jumps ahead by {seconds:.1f} s")
+    rank.clock_ahead += seconds
 
 
 def freeze_all(simulation: Simulation, random: Random) -> None:
@@ -77,3 +82,7 @@ def orphan_frozen(simulation: Simulation, random: Random, rank: Rank) -> None:
 
 def orphan_first(simulation: Simulation, random: Random) -> None:
     orphan_frozen(simulation, random, simulation.first)
+
+
+OFTEN = (freeze, freeze, freeze_worker, freeze_supervisor, freeze_supervisor)
+KINDS = (*OFTEN, freeze_all, freeze_first, jump_clock, orphan_first)

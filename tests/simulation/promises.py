@@ -10,7 +10,13 @@
   more excuse: where two containers have one ordinal, the first one's worker ends within its supervisor's fence when
   rank 0 is restarted and hears of the second one first.)
 - What is so excused does no harm: it sets about no checkpoint once a newer generation has begun, none of its arrives
-  after a newer generation's worker 0 has read them, and it meets no worker of another generation at the store.
+  after a newer generation's worker 0 has read them, and no worker of another generation executes its calls.
+- No call of an older generation is executed or answered after a newer one has begun, with the same excuses; none by a
+  part of a worker that is over, or of a peer that was given up. An answer belongs to its call. Every live call ends by
+  its deadline, and at once if its peer is lost or its generation ends.
+- A worker meets, calls `attached`, serves and runs once for each part, in that order; `attached` runs once at a time. A
+  worker that is told to leave has left within a lease, or is killed. A rank has one worker, and no more spares than it
+  is to have. A worker's outcome is what happened to it. A settings check that is well refuses nothing.
 - A part in a generation is taken by one worker, which knows the members of that generation, as the disk does. When a
   member begins another part, no worker has its part before, with the same excuses.
 - DONE is written once, when worker 0 of the generation has reported success; nothing begins after it, the gang stays
@@ -24,6 +30,8 @@
   are, or all raise, it does fail, and a new coordinator finds it failed.
 - A worker that is to be replaced has no part any more, unless rank 0 is started again or has given its member up.
 - The gang says that an elastic rank is lost as often as its worker ended, or was given up, at the most.
+- The gang knows whom rank 0's worker has given up, once nothing happens any more. A message tells of no more losses
+  than it may hold.
 - No finished step is lost by a drain, and none by an order to drain that a worker is never told of.
 - Once nothing happens any more, the job trains, or is over and everybody knows, within `SETTLE` seconds; also
   where an elastic rank that it can do without stays cut off. In as long again, every member of an elastic role that
@@ -32,16 +40,21 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import ACTIVE, ATTACHED, FENCE, OVER, Event, Heartbeat, Key, name_of
+from rolecall.life.parts import PartId
+from rolecall.life.process import WorkerLife
+from rolecall.links.calls import Call
 from tests.simulation.rank import Rank
-from tests.simulation.rules import AWAKE, LEASE, ORPHAN, RULES, SETTLE
+from tests.simulation.rules import AWAKE, EXAMINE, LEASE, MOST_LOSSES, ORPHAN, PHASE, RULES, SETTLE
 
 if TYPE_CHECKING:
     from tests.simulation.coordinator import Coordinator
+    from tests.simulation.sessions import Request, Session
     from tests.simulation.simulation import Simulation
     from tests.simulation.supervisor import Supervisor
     from tests.simulation.worker import Worker
@@ -97,7 +110,7 @@ class Promises:
         self.members[number] = tuple(lead.gang.generation.members)
         self.joins.clear()
         self.generations += 1
-        simulation.all_workers = [worker for worker in simulation.all_workers if worker.alive]
+        simulation.all_workers = [worker for worker in simulation.all_workers if not worker.dead]
         self.clock.at(0, None, self._watch_all)
 
     def numbered(self, number: int) -> None:
@@ -124,6 +137,8 @@ class Promises:
         self.log(f"{worker.rank.name} has a worker for {part}, part {worker.join}")
         if (generation, key, worker.join) in self.attachments:
             self.fail(f"two workers are {part}")
+        if not worker.supervisor.dead and worker is not worker.supervisor.worker:
+            self.fail(f"{part} is a worker that is not its rank's own")
         if worker.replaced_by is self.simulation.lead:
             self.fail(f"the worker of {name_of(key)} was to be replaced, and goes on as {part}")
         self.attachments.add((generation, key, worker.join))
@@ -136,8 +151,10 @@ class Promises:
 
     def knows(self, worker: Worker) -> None:
         """A worker learned who is in its generation."""
-        first = self.members[worker.generation]
-        if worker.members[: len(first)] != first or not {worker.key, *worker.joined} <= set(worker.members):
+        assert worker.attachment is not None
+        first, me = self.members[worker.generation], worker.attachment.me
+        members = tuple((peer.role, peer.ordinal) for peer in worker.attachment.members)
+        if (me.role, me.ordinal) != worker.key or members[: len(first)] != first:
             self.fail(f"{name_of(worker.key)} of generation {worker.generation} has another generation's members")
 
     def _watch_all(self) -> None:
@@ -149,13 +166,8 @@ class Promises:
         old = worker.generation < self.newest or worker.join < self.joins.get(worker.key, 0)
         if not worker.exists or worker.frozen or not worker.attached or not old:
             return
-        supervisor = worker.supervisor
-        excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
-        if worker.rank.twins and worker.lead is not self.simulation.lead:
-            excused = max(excused, supervisor.member.contact + FENCE * LEASE + AWAKE)
-        if supervisor.dead:
-            excused = max(supervisor.died_at, worker.thawed_at) + ORPHAN
-        elif supervisor.frozen:
+        excused = self._excused_until(worker)
+        if excused == math.inf:
             return
         if excused + 0.001 < self.clock.now:
             self.fail(
@@ -164,12 +176,110 @@ class Promises:
             )
         self.clock.at(excused + 0.002 - self.clock.now, None, self.watch_old, worker)
 
-    # -- what workers share
+    def _excused_until(self, worker: Worker) -> float:
+        """How long a worker may have an old part; infinite as long as its supervisor is frozen."""
+        supervisor = worker.supervisor
+        if supervisor.dead:
+            return max(supervisor.died_at, worker.thawed_at) + ORPHAN
+        if supervisor.frozen:
+            return math.inf
+        excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
+        if worker.rank.twins and worker.lead is not self.simulation.lead:
+            excused = max(excused, supervisor.member.contact - worker.rank.clock_ahead + FENCE * LEASE + AWAKE)
+        return excused
 
-    def meets(self, worker: Worker, generation: int) -> None:
-        """A worker finds the others at the store of `generation`."""
-        if worker.generation != generation:
-            self.fail(f"workers of generations {worker.generation} and {generation} meet")
+    # -- a worker's parts
+
+    def comes_to(self, worker: Worker, step: str, part: PartId) -> None:
+        """A worker comes to a step of a part: once to each, in order, and `attached` runs once at a time."""
+        before = worker.steps.setdefault(part, [])
+        needed = {"serves": "attached" if worker.has_hook else "", "runs": "serves"}.get(step, "")
+        early = needed not in ("", *before) or (worker.hooking and step in ("attached", "serves"))
+        if early or part != worker.part or step in before or "leaves" in before:
+            self.fail(f"{name_of(worker.key)} {step} as {part}, after {before}")
+        before.append(step)
+        if step == "leaves":
+            self.log(f"{name_of(worker.key)} leaves generation {part.generation}, part {part.join}")
+
+    def told_to_leave(self, worker: Worker) -> None:
+        """Its supervisor has sent it a directive to leave its generation."""
+        self.clock.at(LEASE + 2 * AWAKE, worker.supervisor, self._has_left, worker, worker.part, self.clock.now)
+
+    def _has_left(self, worker: Worker, part: PartId, since: float) -> None:
+        if worker.attached and worker.part == part and worker.supervisor.thawed_at < since:
+            self.fail(f"{name_of(worker.key)} was told to leave {part} at {since:.1f}, and has not left")
+
+    def makes(self, supervisor: Supervisor, worker: Worker) -> None:
+        """A rank makes a worker, which is its own or a spare."""
+        spares = supervisor.workers.spares
+        others = [each for each in supervisor.processes.values() if each.number not in spares and not each.dead]
+        if worker.number not in spares and others != [worker]:
+            self.fail(f"{supervisor.rank.name} has two workers")
+        if worker.number in spares and supervisor.rank.first:
+            self.fail("rank 0 has a spare")
+        if worker.number in spares and len(spares) > self.simulation.spares(worker.key[0]).count:
+            self.fail(f"{supervisor.rank.name} has {len(spares)} spares")
+
+    def ends(self, worker: Worker, life: WorkerLife, *, is_own: bool) -> None:
+        """Its supervisor knows that it has ended, and how."""
+        outcome = worker.said or ("stopped" if worker.code == 0 else "killed")
+        if life.outcome not in ({outcome} if worker.said else {outcome, *worker.ordered}):
+            self.fail(f"{name_of(worker.key)} ended as {outcome}, and its supervisor says {life.outcome}")
+        if is_own:
+            self.loses(f"the worker of {name_of(worker.key)} ended: {life.outcome}")
+
+    def refuses(self, supervisor: Supervisor, problem: str) -> None:
+        """A rank cannot work, as the check of its settings says: it took too long, or was killed."""
+        self.log(f"{supervisor.rank.name}: {problem}")
+        if supervisor.rank.hurt_until + PHASE < self.clock.now:
+            self.fail(f"{supervisor.rank.name} refuses to work: {problem}")
+
+    # -- calls
+
+    def calls(self, session: Session, call: Call) -> None:
+        """A worker calls a peer. Earlier calls have ended by their deadlines."""
+        oldest = next(iter(session.live))
+        late = session.worker.now - oldest.began - oldest.deadline.total - 2 * EXAMINE
+        if late > 2 * AWAKE and session.worker.thawed_at + late < self.clock.now:
+            self.fail(f"a call of {session.me.name} to {oldest.to} is {late:.1f} s late, and {oldest.state}")
+
+    def ends_calls(self, session: Session, name: str = "", join: int = 0) -> None:
+        """Its part of the generation is over, or a peer's is: no call goes on."""
+        for call in session.live:
+            if not name or (call.to == name and session.core.peer(name).epoch <= join):
+                self.fail(f"{session.me.name} waits for {call.to}, and one of them is no member any more")
+
+    def executes(self, session: Session, caller: Session, request: Request) -> None:
+        """A worker begins to carry out a call."""
+        worker, part = session.worker, session.part
+        if session.over or worker.session is not session:
+            self.fail(f"{session.me.name} carries out a call as {part}, which is over")
+        if request.generation != part.generation:
+            self.fail(f"workers of generations {request.generation} and {part.generation} meet")
+        if request.epoch > part.join:
+            self.fail(f"{session.me.name} carries out, as {part}, a call to its part {request.epoch}")
+        if (caller.me.name, caller.part.join) in session.given_up:
+            self.fail(f"{session.me.name} carries out a call of {caller.me.name}, which was given up")
+        self._acts(session)
+
+    def answers(self, session: Session, request: Request) -> None:
+        if session.over or session.worker.session is not session:
+            self.fail(f"{session.me.name} answers a call as {session.part}, which is over")
+        self._acts(session)
+
+    def takes_answer(self, session: Session, callee: Session, asked: Request, answered: Request) -> None:
+        """A caller gets an answer."""
+        if asked != answered:
+            self.fail(f"{session.me.name} called {asked}, and gets the answer of {answered}")
+        if session.over or (callee.me.name, callee.part.join) in session.given_up:
+            self.fail(f"{session.me.name} gets an answer of {callee.me.name}, and one of them is no member any more")
+
+    def _acts(self, session: Session) -> None:
+        """Once a newer generation has begun, one of an older one has an excuse."""
+        if session.part.generation < self.newest and self._excused_until(session.worker) < self.clock.now:
+            self.fail(f"{session.me.name} of generation {session.part.generation} acts beside {self.newest}")
+
+    # -- what workers share
 
     def trains_after(self, worker: Worker, step: int) -> None:
         """Worker 0 has read the checkpoint of `step`."""
@@ -180,6 +290,8 @@ class Promises:
 
     def writes(self, worker: Worker, newest: int) -> None:
         """Its checkpoint is on the disk; `newest` generation had begun when it set about it."""
+        if self.simulation.disk.writer is not worker:
+            self.fail(f"worker 0 of generation {worker.generation} writes, and another one is the writer")
         if worker.generation < newest:
             self.fail(f"worker 0 of generation {worker.generation} writes, and generation {newest} had begun")
         if worker.generation < self.loaded:
@@ -187,21 +299,23 @@ class Promises:
 
     def obeys(self, supervisor: Supervisor, heartbeat: Heartbeat) -> None:
         """A member reports what it has carried out."""
+        if len(heartbeat.worker.lost_peers) > MOST_LOSSES:
+            self.fail(f"{supervisor.rank.name} reports {len(heartbeat.worker.lost_peers)} losses in one message")
         directive, worker = supervisor.member.directive, supervisor.worker
-        if not (directive and directive.drain and directive.epoch == heartbeat.epoch and worker and worker.alive):
+        if not (directive and directive.drain and directive.epoch == heartbeat.epoch and worker and not worker.dead):
             return
-        if worker.generation == directive.generation and not worker.told:
+        if supervisor.status.generation == directive.generation and not worker.told:
             self.fail(f"{name_of(worker.key)} was never told to drain")
 
     # -- who is in
 
-    def given_up(self, key: Key, since: float) -> None:
-        """A member is no longer one; it was silent `since` then, and the coordinator awake."""
+    def given_up(self, key: Key, silence: float) -> None:
+        """A member is no longer one; it was silent for `silence` seconds, and the coordinator awake."""
         self.log(f"{name_of(key)} is given up for its silence")
         if worker := self.simulation.workers.get((self.newest, key)):
             worker.replaced_by = None
-        if self.clock.now - since < LEASE:
-            self.fail(f"{name_of(key)} is given up after {self.clock.now - since:.2f} s, a lease is {LEASE:g} s")
+        if silence < LEASE:
+            self.fail(f"{name_of(key)} is given up after {silence:.2f} s, a lease is {LEASE:g} s")
 
     def refused(self, rank: Rank, reason: str) -> None:
         self.log(f"{rank.name} is refused: {reason}")
@@ -219,9 +333,9 @@ class Promises:
         if kind == "lost":
             self._lost(event)
         if kind in ("generation", "failed"):
-            lead.gathering_since, waited = self.clock.now, self.clock.now - lead.gathering_since
+            lead.gathering_since, waited = lead.owner.now, lead.owner.now - lead.gathering_since
         if kind == "stopped" and event.cause != "drained":
-            self._stopped(lead.gang)
+            self._stopped(lead)
         elif kind == "failed":
             self._failed(event.reason, waited)
 
@@ -234,21 +348,21 @@ class Promises:
         for (generation, key), worker in self.simulation.workers.items() if event.cause == "replaced" else ():
             if generation == self.newest and reason.endswith(f"another worker of {name_of(key)}"):
                 worker.replaced_by = self.simulation.lead
-        if "ended: " in reason or "does not answer" in reason:
+        if "ended: " in reason or re.match(r"\w+ does not answer", reason):
             self.losses[reason] -= 1
             if self.losses[reason] < 0:
                 self.fail(f"lost by what never happened: {reason}")
 
-    def _stopped(self, gang: Gang) -> None:
-        simulation = self.simulation
+    def _stopped(self, lead: Coordinator) -> None:
+        simulation, gang = self.simulation, lead.gang
+        started = gang.generation.started - lead.owner.rank.clock_ahead
         first = simulation.workers.get((gang.generation.number, simulation.rank0))
         if first is None or first.step == 0:
             return
         well = dict.fromkeys((role.name for role in simulation.roles), 0)
         for key in gang.generation.keys:
             worker = simulation.workers.get((gang.generation.number, key))
-            ended = worker is None or not worker.attached
-            if ended or worker.rank.hurt_until >= gang.generation.started:
+            if worker is None or not worker.attached or worker.rank.hurt_until >= started:
                 if not simulation.elastic(key):
                     return
             elif key not in gang.generation.lost_keys:
@@ -275,7 +389,7 @@ class Promises:
         if self.simulation.disk.done is not None:
             self.fail("DONE is written twice")
         first = self.simulation.workers.get((lead.gang.generation.number, self.simulation.rank0))
-        if first is None or first.outcome != "finished":
+        if first is None or first.said != "finished":
             self.fail("DONE is written, and worker 0 has not finished")
 
     def stays_over(self, before: str, state: str) -> None:
@@ -298,8 +412,9 @@ class Promises:
     def trains(self) -> None:
         """Everybody has been well for `SETTLE` seconds, and the schedule has not come to its end."""
         if self.simulation.doomed or not self.simulation.trains:
-            gang = self.simulation.lead.gang if self.simulation.lead else None
-            state = f"{gang.state}, waiting for {gang.missing(self.clock.now)}" if gang else "no coordinator"
+            state = "no coordinator"
+            if lead := self.simulation.lead:
+                state = f"{lead.gang.state}, waiting for {lead.gang.missing(lead.owner.now)}"
             self.fail(f"not training {SETTLE:g} s after everybody was well: {state}")
 
     def not_settled(self) -> None:

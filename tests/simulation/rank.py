@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rolecall.gang.protocol import RoleSpec
@@ -33,6 +33,9 @@ class Rank:
     unnamed: bool = False  # the gang gives it role and ordinal; `role` is what it would be by the job's list
     twins: bool = False  # another container has the same ordinal
     worker: Worker | None = None
+    processes: list[Worker] = field(default_factory=list)  # its workers that exist, or will
+    forks_fail_until: float = 0.0
+    clock_ahead: float = 0.0  # seconds by which its clock has jumped
 
     @property
     def is_up(self) -> bool:

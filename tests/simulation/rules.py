@@ -5,19 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rolecall.gang.member import TICKS
-from rolecall.gang.protocol import RoleSpec, Rules
+from rolecall.gang.protocol import Outcome, RoleSpec, Rules
 
 LEASE = 6.0
 WATCH = LEASE / TICKS  # how often a supervisor looks
 STOP = 0.1  # a worker is gone so soon after a SIGKILL
 AWAKE = WATCH + STOP
 ORPHAN = 0.3
-PATIENCE = 1.0  # a worker that has not left its generation within it is killed
+PHASE = 20.0  # how long a check of the settings, or `attached` of an earlier part, may take
 LOADING = (0.05, 0.5, 4.0)  # how long a worker may load
+HOOKS = (0.0, 0.1, 3.0)  # how long `attached` may run
+SIGKILL = -9
+MOST_LOSSES = 256  # that one heartbeat may tell of
 STEP = 0.4
 HANGING = 0.1  # how often a hanging write is looked at
 CONNECT_TIMEOUT = 30.0
 CALL_TIMEOUT = 5.0
+EXAMINE = 2.0  # how long a peer has to say what it does, past a call's deadline
 NAP = LEASE / 3  # the coordinator does not notice a shorter pause of its own
 SETTLE = 30.0
 RULES = Rules(
@@ -35,6 +39,7 @@ RULES = Rules(
     tick=0.25,
 )
 JOBS = (
+    (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 1, 1, 2, True)),
     (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 2, 1, 4, True)),
     (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 3, 2, 5, True)),
     (RoleSpec("agent", 1, 1, 1, False), RoleSpec("trainer", 1, 1, 1, False), RoleSpec("observer", 2, 1, 3, True)),
@@ -66,9 +71,9 @@ class Safeguards:
     coordinator_lock: bool = True  # one coordinator a directory
     writer_lock: bool = True  # one process that writes checkpoints; the next one waits for its end
     write_fence: bool = True  # a writer looks at the newest generation's number first
-    prefix: bool = True  # the rendezvous store's keys carry the generation's number
+    hello: bool = True  # a connection between workers names the generation
     orphans_end: bool = True  # a worker ends when its supervisor's pipe closes
-    locked_out: str = "lost"  # how a worker ends that waited a lease for the writer's lock
+    locked_out: Outcome = "lost"  # how a worker ends that waited a lease for the writer's lock
 
 
 SAFE = Safeguards()

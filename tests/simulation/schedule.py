@@ -6,12 +6,13 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from tests.simulation.ambushes import ambush
+from tests.simulation import ambushes, faults, kills, newcomers, pauses
+from tests.simulation.ambushes import ambush, ambush_messages
 from tests.simulation.faults import (
     cut,
-    cut_first,
     hanging_disk,
     quick_disk,
+    reset,
     slow,
     slow_disk,
     slow_first,
@@ -20,68 +21,27 @@ from tests.simulation.faults import (
     writable,
 )
 from tests.simulation.kills import (
-    flaky,
     kill_all,
     kill_elastic,
     kill_first,
     kill_rank,
+    kill_spares,
     kill_supervisor,
     kill_worker,
     leave,
-    raise_,
+    no_forks,
     trap,
 )
 from tests.simulation.network import QUIET
 from tests.simulation.newcomers import add, replace_first, take_away, twin
-from tests.simulation.pauses import (
-    freeze,
-    freeze_all,
-    freeze_first,
-    freeze_supervisor,
-    freeze_worker,
-    orphan_first,
-    thaw,
-)
+from tests.simulation.pauses import freeze, freeze_first, freeze_supervisor, orphan_first, thaw
 from tests.simulation.rules import SETTLE
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
 Fault = Callable[["Simulation", Random], None]  # its name is what is counted
-KINDS: tuple[Fault, ...] = (
-    kill_worker,
-    raise_,
-    kill_rank,
-    kill_rank,
-    kill_supervisor,
-    freeze,
-    freeze,
-    freeze_worker,
-    leave,
-    cut,
-    cut,
-    storm,
-    add,
-    twin,
-    slow,
-    slow,
-    unwritable,
-    freeze_all,
-    kill_all,
-    trap,
-    flaky,
-    freeze_first,
-    kill_first,
-    freeze_supervisor,
-    freeze_supervisor,
-    replace_first,
-    cut_first,
-    ambush,
-    ambush,
-    orphan_first,
-    slow_disk,
-    hanging_disk,
-)
+KINDS: tuple[Fault, ...] = (*kills.KINDS, *pauses.KINDS, *faults.KINDS, *newcomers.KINDS, *ambushes.KINDS)
 HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [kill_first, slow, kill_worker],
     [twin, slow, cut],
@@ -96,6 +56,9 @@ HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [hanging_disk, leave, kill_worker],
     [slow_disk, kill_rank, add, leave],
     [slow_first, leave, add, kill_worker],
+    [ambush_messages],
+    [reset, ambush_messages],
+    [ambush_messages, leave, kill_worker],
 )
 HARD_ON_JOINS: tuple[list[Fault], ...] = (  # of members that stay
     [kill_elastic],
@@ -106,6 +69,8 @@ HARD_ON_JOINS: tuple[list[Fault], ...] = (  # of members that stay
     [kill_elastic, freeze_supervisor, kill_supervisor],
     [kill_elastic, add, unwritable],
     [kill_elastic, ambush, ambush],
+    [kill_elastic, ambush_messages, ambush_messages],
+    [kill_elastic, kill_spares, no_forks],
 )
 
 
@@ -150,7 +115,7 @@ class Schedule:
         for rank in simulation.ranks:
             if not rank.cut_for_good:
                 rank.cut_to = rank.cut_from = 0.0
-            rank.frozen_until = rank.dies_young = 0.0
+            rank.frozen_until = rank.dies_young = rank.forks_fail_until = 0.0
             rank.slow = 0.0, 0.0
         for process in (*simulation.all_workers, *(rank.supervisor for rank in simulation.ranks)):
             if process:
@@ -159,7 +124,6 @@ class Schedule:
             thaw(simulation, rank)
             if rank.wanted and not rank.is_up and not simulation.over:
                 clock.at(clock.random.uniform(0, 2), None, simulation.start, rank)
-        simulation.store.meet_newest()
         settle = SETTLE
         if simulation.doomed:
             # failures may be some generations apart, with pauses in between; the deaths that it takes are a lease apart

@@ -1,4 +1,4 @@
-"""What the processes share: the job's directory, and the store where a generation's workers find each other."""
+"""What the processes share: the job's directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from rolecall.gang.protocol import Budget, Key, Verdict
 
 if TYPE_CHECKING:
     from tests.simulation.clock import Clock
-    from tests.simulation.simulation import Simulation
     from tests.simulation.supervisor import Supervisor
     from tests.simulation.worker import Worker
 
@@ -43,47 +42,3 @@ class Disk:
 
     def refuses(self, what: str) -> bool:
         return what in self.refused
-
-
-class Store:
-    """The rendezvous store that the worker 0 of each generation keeps."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-
-    def meet(self, generation: int) -> None:
-        """Connect the workers of `generation` with each other, once all are at the store of its worker 0."""
-        simulation, clock = self.simulation, self.simulation.clock
-        host = simulation.workers.get((generation, simulation.rank0))
-        if host is None or host.frozen or simulation.network.cut(host.rank):
-            return
-        if host.state == "running":
-            self._join(host)
-            return
-        prefix = simulation.safeguards.prefix
-        workers = (simulation.workers.get((generation, key)) for key in host.members)
-        if prefix and any(worker is None or not self._there(worker) for worker in workers):
-            return  # the first that is not there ends the search
-        meeting: dict[Key, Worker] = {}
-        for worker in simulation.all_workers:  # the eldest first
-            if (worker.generation == generation or not prefix) and self._there(worker) and worker.key in host.members:
-                meeting.setdefault(worker.key, worker)
-        if len(meeting) < len(host.members):
-            return
-        for worker in meeting.values():
-            simulation.promises.meets(worker, generation)
-            clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected, worker.part)
-
-    def _join(self, host: Worker) -> None:
-        """Connect those that join the generation of `host`, which has met."""
-        simulation, clock = self.simulation, self.simulation.clock
-        for worker in simulation.all_workers:
-            if worker.generation == host.generation and worker.join and self._there(worker):
-                clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected, worker.part)
-
-    def meet_newest(self) -> None:
-        self.meet(self.simulation.promises.newest)
-
-    def _there(self, worker: Worker) -> bool:
-        cut = self.simulation.network.cut(worker.rank)
-        return worker.here and worker.state == "joining" and not worker.frozen and not cut

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
-from rolecall.gang.budget import after_restart
 from rolecall.gang.gang import Gang
-from rolecall.gang.member import Member
-from rolecall.gang.protocol import OVER, Budget, Key
+from rolecall.gang.protocol import OVER, Key, name_of
+from rolecall.life.workers import SpareRules
 from tests.simulation.ambushes import Ambushes
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import Coordinator
@@ -18,22 +16,10 @@ from tests.simulation.promises import Promises
 from tests.simulation.rank import Rank
 from tests.simulation.rules import JOBS, RULES, SAFE, Safeguards, enlarged, with_stays
 from tests.simulation.schedule import Schedule
-from tests.simulation.shared import Disk, Store
+from tests.simulation.shared import Disk
 from tests.simulation.story import Result, Story
 from tests.simulation.supervisor import Supervisor
 from tests.simulation.worker import Worker
-
-
-@dataclass(frozen=True)
-class Code:
-    """The code under test."""
-
-    gang: type[Gang] = Gang
-    member: type[Member] = Member
-    after_restart: Callable[[Budget, int, bool], Budget] = after_restart
-
-
-CODE = Code()
 
 
 class Simulation:
@@ -42,16 +28,14 @@ class Simulation:
     def __init__(
         self,
         seed: int,
-        code: Code = CODE,
         safeguards: Safeguards = SAFE,
         trace: bool = False,
         ranks: int = 0,
     ) -> None:
-        self.seed, self.code, self.safeguards, self.size = seed, code, safeguards, ranks
+        self.seed, self.safeguards, self.size = seed, safeguards, ranks
         self.clock = Clock(Random(f"{seed} run"))
         self.story = Story(seed, self.clock, trace)
         self.disk = Disk()
-        self.store = Store(self)
         self.network = Network(self)
         self.promises = Promises(self)
         self.ambushes = Ambushes(self)
@@ -71,7 +55,12 @@ class Simulation:
 
     def _draw_job(self, random: Random) -> None:
         roles = random.choice(JOBS)
+        size = Random(f"{self.seed} size")
+        if not self.size and size.random() < 0.04:
+            self.size = size.randint(6, 30)
         self.roles = enlarged(with_stays(roles) if Random(f"{self.seed} stays").random() < 0.6 else roles, self.size)
+        self._specs = {role.name: role for role in self.roles}
+        self._spare_count = Random(f"{self.seed} spares").choice((0, 0, 0, 1, 2))
         self.rank0: Key = (self.roles[0].name, 0)
         self.goal = random.choice((40, 100, 10_000, 10_000))
         self.doomed: tuple[str, float] | None = None
@@ -128,14 +117,18 @@ class Simulation:
         if lead is None or lead.owner.dead or lead.gang.state != "running":
             return False
         worker = self.workers.get((lead.gang.generation.number, self.rank0))
-        return worker is not None and worker.state == "running" and worker.step > worker.base
+        return worker is not None and worker.attached and worker.step > worker.base
 
     def outside(self, gang: Gang) -> list[Key]:
-        """The members that are to join the generation of `gang`, since their role stays, and are not in."""
+        """The members that are to join the generation of `gang`, since their role stays, and are not in; and those in
+        it that rank 0's worker has given up."""
         generation, joining = gang.generation, {role.name for role in self.roles if role.stays and role.elastic}
-        members = gang.members.items()
+        members, first = gang.members.items(), self.workers.get((generation.number, self.rank0))
+        given_up = first.session.given_up if first and first.session else set[tuple[str, int]]()
+        kept = [key for key, part in generation.parts.items() if (name_of(key), part.number) in given_up]
         return [
-            key for key, each in members if key[0] in joining and not each.leaving and not generation.has(key, each)
+            *(key for key in kept if key not in generation.lost_keys),
+            *(key for key, each in members if key[0] in joining and not each.leaving and not generation.has(key, each)),
         ]
 
     # -- the containers
@@ -186,4 +179,11 @@ class Simulation:
         return sum(other.wanted and not other.cut_for_good for other in others)
 
     def elastic(self, key: Key) -> bool:
-        return next(role.elastic for role in self.roles if role.name == key[0])
+        return self._specs[key[0]].elastic
+
+    def stays(self, key: Key) -> bool:
+        return key[0] in self._specs and self._specs[key[0]].stays  # a check may be for no role
+
+    def spares(self, role: str) -> SpareRules:
+        """How many spares a rank with `role` keeps."""
+        return SpareRules(self._spare_count if self._specs[role].stays else 0, pause=1.0)

@@ -1,18 +1,28 @@
-"""A model of rolecall/rank/supervisor.py around the member under test: process, timers, and one request at a time."""
+"""A supervisor around the member and the workers under test, as rank/supervisor.py and rank/worker_manager.py are."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from rolecall.errors import USAGE
-from rolecall.gang.member import Action, Batch, Request
-from rolecall.gang.protocol import Answer, Directive, Heartbeat, WorkerStatus
+from rolecall.gang.member import Action, Batch, Member, Request
+from rolecall.gang.protocol import DETACH, FENCE, Answer, Heartbeat, Outcome, WorkerStatus
+from rolecall.life import process, workers
+from rolecall.life.workers import RankWorkers, Times
+from rolecall.messages import worker as messages
+from rolecall.record.history import Start
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Post
 from tests.simulation.rank import Rank
-from tests.simulation.rules import LEASE, PATIENCE, RULES
-from tests.simulation.worker import Worker
+from tests.simulation.rules import LEASE, PHASE, RULES, SIGKILL, STOP
+from tests.simulation.worker import Exit, Worker
+
+TICK_SECONDS = 0.5  # a longer pause of this process counts for no deadline
+DUMP_TIMEOUT_SECONDS = 1.0
+REPORT_TICKS = 4
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -22,34 +32,45 @@ class Supervisor(Process):
     """Translates between its member, which decides, and what the simulation models."""
 
     def __init__(self, simulation: Simulation, rank: Rank) -> None:
-        super().__init__(simulation.clock)
-        self.simulation, self.rank = simulation, rank
+        super().__init__(simulation.clock, rank)
+        self.simulation = simulation
         simulation.incarnations += 1
         self.incarnation = f"{simulation.incarnations:04x}"
         role = "" if rank.unnamed else rank.role.name
         me = Heartbeat(role, rank.ordinal, self.incarnation, sequence=0, node=rank.node)
-        self.member = simulation.code.member(RULES, me, lambda: self.status, now=self.clock.now, is_rank0=rank.first)
-        self.worker: Worker | None = None
+        self.member = Member(RULES, me, lambda: self.status, now=self.now, is_rank0=rank.first)
+        self.workers = RankWorkers(role, Times(LEASE, PHASE), spares=simulation.spares)
+        self.processes: dict[int, Worker] = {}
         self.coordinator: Coordinator | None = None
         self.post: Post | None = None
         self.request: Request | None = None  # to be posted
-        self.deadline = float("inf")  # of the member
+        self.deadline = math.inf  # of the member
         self.action: Action | None = None  # under way
         self.news = self.joined = False
         self.connected = False  # a connection to rank 0 is open
         self.born = self.joined_at = self.clock.now
-        self.clock.at(self.clock.random.uniform(0.3, 2.5), self, self.join)
+        self._ticks = 0
+        self._due = math.inf  # when time passes for the workers
+        self.clock.at(self.clock.random.uniform(0.1, 1.5), self, self._check, role)
 
     @property
     def status(self) -> WorkerStatus:
-        return self.worker.status if self.worker else WorkerStatus()
+        return self.workers.status()
+
+    @property
+    def worker(self) -> Worker | None:
+        """The rank's own worker, the newest."""
+        return None if self.workers.current is None else self.processes[self.workers.current]
+
+    def _check(self, role: str) -> None:
+        self.perform(self.workers.check(role, self.now))
 
     def join(self) -> None:
         if self.rank.first and not self._coordinate():
             return
         self.joined = True
         self.joined_at = self.clock.now
-        self.perform(self.member.start(self.clock.now))
+        self.obey(self.member.start(self.now))
 
     def _coordinate(self) -> bool:
         """Become the coordinator, if nobody is: a process that is frozen keeps its lock, a dead one does not."""
@@ -72,21 +93,27 @@ class Supervisor(Process):
         self.coordinator = simulation.lead = Coordinator(simulation, self)
         return True
 
-    # -- requests
+    # -- what its member decides
 
-    def perform(self, batch: Batch) -> None:
-        """Do what the member says."""
+    def _send_soon(self) -> None:
+        """There is something new to report."""
+        if self.joined and not self.news:
+            self.news = True
+            self.clock.at(0, self, self._changed)
+
+    def obey(self, batch: Batch) -> None:
+        """Does what the member says."""
         if batch.request:
             if not self.request:
-                self.clock.at(0, self, self.send)
+                self.clock.at(0, self, self._send)
             self.request = batch.request
         if batch.action:
-            self.clock.at(0, self, self.act, batch.action)
-        if batch.worker == "detach" and self.worker and self.worker.attached:
-            self.detach(self.worker, "rank 0 is silent")
-        elif batch.worker and self.worker and self.worker.alive:
-            self.simulation.story.log(f"{self.rank.name} kills its worker: {batch.worker}")
-            self.worker.kill(batch.worker)
+            self.clock.at(0, self, self._act, batch.action)
+        if batch.worker == "detach":
+            by = self.now + LEASE * (FENCE - DETACH)
+            self.perform(self.workers.detach(by, "rank 0 does not answer", self.now))
+        elif batch.worker:
+            self._kill(self.workers.current, batch.worker)
         if batch.exits and not self.dead:
             assert batch.exit_code is not None
             if self.coordinator:
@@ -94,19 +121,13 @@ class Supervisor(Process):
             self.exit(batch.exit_code)
         if batch.deadline != self.deadline:
             self.deadline = batch.deadline
-            self.clock.at(max(0.0, self.deadline - self.clock.now), self, self.tick, self.deadline)
+            self.at(self.deadline, self.tick, self.deadline)
 
-    def send_soon(self) -> None:
-        """There is something new to report."""
-        if self.joined and not self.news:
-            self.news = True
-            self.clock.at(0, self, self.changed)
-
-    def changed(self) -> None:
+    def _changed(self) -> None:
         self.news = False
-        self.perform(self.member.changed(self.clock.now))
+        self.obey(self.member.changed(self.now))
 
-    def send(self) -> None:
+    def _send(self) -> None:
         request, self.request = self.request, None
         assert request is not None
         if request.beat.heartbeat:
@@ -120,98 +141,149 @@ class Supervisor(Process):
         if newest:
             self.post = None
         if isinstance(answer, Answer):
-            self.perform(self.member.answered(post.request, answer, self.clock.now))
+            self.obey(self.member.answered(post.request, answer, self.now))
         elif answer == "full":
-            self.perform(self.member.failed(post.request, answer, self.clock.now))
+            self.obey(self.member.failed(post.request, answer, self.now))
         elif newest:
             self.simulation.refused(self.rank, answer)
-            self.perform(self.member.refused(post.request, answer, self.clock.now))
+            self.obey(self.member.refused(post.request, answer, self.now))
 
     def failed(self, post: Post) -> None:
         if post is self.post:
             self.post, self.connected = None, False
-            self.perform(self.member.failed(post.request, "", self.clock.now))
+            self.obey(self.member.failed(post.request, "", self.now))
+
+    # -- workers
+
+    def perform(self, batch: workers.Batch) -> None:
+        """Does what its workers' lives require."""
+        for effect in batch.effects:
+            match effect:
+                case workers.Make():
+                    self.processes[effect.number] = worker = Worker(self.simulation, self, effect)
+                    self.simulation.all_workers.append(worker)
+                    self.rank.processes.append(worker)
+                    self.simulation.promises.makes(self, worker)
+                case workers.Do(number, order):
+                    self._do(self.processes[number], order)
+                case workers.HandOver():
+                    self.clock.at(0, self, lambda: self.perform(self.workers.handed_over(self.now)))
+                case workers.Refuse(problem):
+                    self.simulation.promises.refuses(self, problem)
+                    self.exit(USAGE)
+                    return
+        if self.workers.current is not None:
+            self.rank.worker = self.processes[self.workers.current]
+        if batch.changed:
+            self._send_soon()
+        if batch.done:
+            self.clock.at(0, self, self._acted)
+        if self.processes.keys() != self.workers.lives.keys():
+            self.processes = {number: self.processes[number] for number in self.workers.lives}
+        if batch.deadline < self._due:
+            self._due = min(batch.deadline, self.now + TICK_SECONDS)
+            self.at(self._due, self._pass_time, self._due)
+
+    def _pass_time(self, due: float) -> None:
+        if due != self._due:
+            return
+        self._due = math.inf
+        if self.now - due > TICK_SECONDS:
+            self.workers.suspended(self.now - due)
+        self.perform(self.workers.tick(self.now))
+
+    def _do(self, worker: Worker, order: process.Effect) -> None:
+        random = self.clock.random
+        match order:
+            case process.Fork():
+                if self.rank.forks_fail_until > self.clock.now:
+                    self.clock.at(random.uniform(0.05, 1), self, self._not_forked, worker)
+                else:
+                    self.clock.at(random.choice((0.05, 0.1, 1.5)), None, worker.forked)
+            case process.Send(message):
+                worker.told |= isinstance(message, messages.Drain)
+                if isinstance(message, messages.Detach):
+                    self.simulation.promises.told_to_leave(worker)
+                worker.down.send(message)
+            case process.Record(rows):
+                for row in rows:
+                    if self.coordinator and isinstance(row, Start):
+                        self.coordinator.gang.resumed(row.step)
+            case process.LogStacks(silent):
+                seconds = random.uniform(0.05, DUMP_TIMEOUT_SECONDS if silent else 0.2)
+                self.clock.at(seconds, self, lambda: self.perform(self.workers.dumped(worker.number, self.now)))
+            case process.Kill():
+                worker.ordered = worker.ordered or {"stopped"}
+                self.clock.at(random.uniform(0.01, STOP), None, worker.exit, SIGKILL)
+
+    def _not_forked(self, worker: Worker) -> None:
+        worker.dead = True
+        self.rank.processes.remove(worker)
+        self._end(worker, lambda: self.workers.not_forked(worker.number, "cannot fork", self.now, killed=True))
+
+    def _end(self, worker: Worker, end: Callable[[], workers.Batch]) -> None:
+        life, is_own = self.workers.lives[worker.number], worker is self.worker and not worker.check
+        batch = end()
+        self.simulation.promises.ends(worker, life, is_own=is_own)
+        self.perform(batch)
+
+    def heard(self, worker: Worker, message: Any) -> None:
+        """What comes by the pipe of `worker`: that it exists, its messages, and that it has ended."""
+        if message is worker:
+            self.perform(self.workers.forked(worker.number, self.now))
+        elif not isinstance(message, Exit):
+            self.perform(self.workers.received(worker.number, message, self.now))
+        else:
+            killer = "killed by SIGKILL" if worker.code == SIGKILL else ""
+            exit = process.Exit(worker.code, killer)
+            self._end(worker, lambda: self.workers.exited(worker.number, exit, self.now))
+
+    def _kill(self, number: int | None, outcome: Outcome) -> None:
+        if number is not None:
+            worker = self.processes[number]
+            self.simulation.story.log(f"{self.rank.name} kills a worker: {outcome}")
+            worker.ordered.add(outcome)
+            self.perform(self.workers.kill(number, outcome, self.now, over=worker.dead))
 
     # -- actions
 
-    def act(self, action: Action) -> None:
-        self.action, directive, worker = action, action.directive, self.worker
-        match action.kind:
-            case "start" | "load":
-                key = (directive.role, directive.ordinal)
-                self.worker = self.rank.worker = Worker(self.simulation, self, key, directive)
-                self.simulation.all_workers.append(self.worker)
-                return  # `worker_forked` follows
-            case "end" if worker and worker.alive:
-                worker.kill("stopped")
-                return  # `worker_ended` follows
-            case "detach" if worker and worker.attached:
-                self.detach(worker)
-                return  # `worker_detached` or `worker_ended` follows
-            case "attach" if worker and worker.alive:
-                worker.attach(directive)
-            case "update" if worker and worker.alive:
-                self._update(worker, directive)
-        self.acted()
+    def _act(self, action: Action) -> None:
+        self.action = action
+        self.perform(self.workers.carry_out(action, self.now))
 
-    def _update(self, worker: Worker, directive: Directive) -> None:
-        if directive.kind == "load":
-            worker.relabel(directive)
-        else:
-            worker.update(directive)
-            if directive.kind == "run":
-                self.simulation.promises.knows(worker)
-            worker.drain = worker.drain or directive.drain
-            worker.told = worker.told or directive.drain
-
-    def detach(self, worker: Worker, problem: str = "") -> None:
-        """Tell the worker to leave its generation; one that does not is killed."""
-        worker.detach(problem)
-        self.clock.at(PATIENCE, self, self._lose_patience, worker, worker.part)
-
-    def _lose_patience(self, worker: Worker, part: tuple[int, int]) -> None:
-        if worker.attached and part == worker.part:
-            worker.kill("stopped")
-
-    def worker_detached(self, worker: Worker) -> None:
-        if worker is self.worker:
-            self.send_soon()
-            if self.action and self.action.kind == "detach":
-                self.acted()
-
-    def acted(self) -> None:
-        assert self.action is not None
-        action, self.action = self.action, None
-        self.perform(self.member.done(action, self.clock.now))
-
-    def worker_forked(self, worker: Worker) -> None:
-        if worker is self.worker and self.action and self.action.kind in ("start", "load"):
-            self.acted()
-
-    def worker_ended(self, worker: Worker) -> None:
-        if worker is self.worker:
-            self.send_soon()
-            if self.action:
-                self.acted()
+    def _acted(self) -> None:
+        if not self.joined:
+            self.join()
+        elif self.action is not None:
+            action, self.action = self.action, None
+            self.obey(self.member.done(action, self.now))
 
     # -- time and the end
 
     def tick(self, deadline: float) -> None:
-        if deadline == self.deadline:
-            heard_at = self.worker.last_heartbeat if self.worker else None
-            self.perform(self.member.tick(self.clock.now, heard_at))
+        if deadline != self.deadline:
+            return
+        now, life = self.now, self.workers.worker
+        self._ticks += 1
+        for number, worker in self.processes.items() if self._ticks % REPORT_TICKS == 0 else ():
+            if worker.exists and not worker.frozen and worker.up.is_empty:
+                self.perform(self.workers.received(number, messages.Report(worker.step), now))
+        self.obey(self.member.tick(now, life.last_heartbeat if life else None))
+        for number in [*self.workers.spares]:
+            if self.member.is_silent(now, self.workers.lives[number].last_heartbeat):
+                self._kill(number, "silent")
 
     def leave(self) -> None:
-        self.perform(self.member.leave("SIGTERM", self.clock.now))
+        self.obey(self.member.leave("SIGTERM", self.now))
 
     def exit(self, code: int) -> None:
-        if self.worker and self.worker.alive:
-            self.worker.kill("stopped")
+        for worker in self.processes.values():
+            self.clock.at(self.clock.random.uniform(0.01, STOP), None, worker.exit, SIGKILL)
         self.die()
         self.simulation.exited(self.rank, code)
 
     def die(self) -> None:
         self.dead, self.died_at = True, self.clock.now
         self.post = None
-        if self.worker and self.worker.alive and not self.worker.why:
-            self.worker.orphan()
+        for worker in self.processes.values():
+            worker.orphan()

@@ -1,16 +1,41 @@
-"""A model of the worker process (rolecall/rank/worker.py): it connects to its peers, trains and writes checkpoints. One
-of a role that stays loads without a generation, and is attached to one and detached from it, again and again."""
+"""A worker's process around the parts under test: it boots, meets the others, loads and runs, as rank/worker.py and
+rank/attaching.py do. Rank 0's makes the steps and writes the checkpoints."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from rolecall.gang.protocol import ATTACHED, Directive, Join, Key, LostPeer, Outcome, WorkerState, WorkerStatus, name_of
+from rolecall.checkpoint.checkpoint import CheckpointError, Checkpoints
+from rolecall.declare.task import Attachment, Peer
+from rolecall.errors import PeerLostError
+from rolecall.gang.protocol import Outcome, name_of
+from rolecall.life import parts
+from rolecall.life.parts import Batch, Failure, PartId, WorkerParts
+from rolecall.life.workers import Make
+from rolecall.messages import worker as messages
+from rolecall.record.history import Start
 from tests.simulation.clock import Process
 from tests.simulation.kills import kill_rank
-from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, HANGING, LEASE, LOADING, ORPHAN, STEP, STOP
+from tests.simulation.pipes import Pipe
+from tests.simulation.rules import (
+    CALL_TIMEOUT,
+    CONNECT_TIMEOUT,
+    HANGING,
+    HOOKS,
+    LEASE,
+    LOADING,
+    ORPHAN,
+    PHASE,
+    SIGKILL,
+    STEP,
+)
+from tests.simulation.sessions import Session
 
 if TYPE_CHECKING:
     from tests.simulation.coordinator import Coordinator
@@ -18,273 +43,333 @@ if TYPE_CHECKING:
     from tests.simulation.supervisor import Supervisor
 
 
+class Exit:
+    """The end of a process, after its last message."""
+
+
 class Worker(Process):
-    """A worker process: forks, connects to the others of its generation, trains. Rank 0's makes the steps."""
+    """A worker process, of `supervisor`."""
 
-    def __init__(self, simulation: Simulation, supervisor: Supervisor, key: Key, directive: Directive) -> None:
-        super().__init__(simulation.clock)
-        self.simulation = simulation
-        self.supervisor, self.rank, self.key, self.lead = supervisor, supervisor.rank, key, simulation.lead
-        self.stays = directive.stays
-        self.loaded = False
-        self.state: WorkerState = "loading"
-        self.relabel(directive)
-        if directive.kind == "run":
-            self._begin(directive)
-        self.drain = self.told = self.exists = self.here = False  # told: to drain
+    def __init__(self, simulation: Simulation, supervisor: Supervisor, make: Make) -> None:
+        super().__init__(simulation.clock, supervisor.rank)
+        self.simulation, self.supervisor, self.lead = simulation, supervisor, simulation.lead
+        self.number, self.key, self.check = make.number, make.place, make.check
+        self.attachment = make.attachment
+        self.is_rank0 = make.attachment is not None and make.attachment.me.rank == 0
+        self.stays = simulation.stays(self.key) and not self.is_rank0
+        self.has_hook = self.stays and Random(f"{simulation.seed} {self.key[0]} hook").random() < 0.5
+        self.core = WorkerParts(stays=self.stays, hook_limit=PHASE)
+        self.up = Pipe(simulation, self, supervisor, lambda message: supervisor.heard(self, message))
+        self.down = Pipe(simulation, supervisor, self, self.obey)
+        self._orders: list[messages.ToWorker] | None = []  # that came before it obeys
+        self.exists = self.running = False  # running: its role's function
+        self.ordered: set[Outcome] = set()  # that its supervisor has killed it with
+        self.told = False  # to drain, by its supervisor
+        self.drain = False
+        self.step = self.base = 0
+        self.steps: dict[PartId, list[str]] = {}  # that its parts have come to
+        self.hooking = False  # `attached` runs
+        self.said: Outcome = ""  # its result
+        self.code: int | None = None
         self.replaced_by: Coordinator | None = None  # which wants another worker in its place
-        self.why: Outcome = ""
-        self.stalled_at: float | None = None
-        self.clock.at(self.clock.random.choice((0.05, 0.1, 1.5)), None, self.forked)
-
-    @property
-    def alive(self) -> bool:
-        return self.state != "ended"
+        self.session: Session | None = None
+        self.loads = False
+        self.asked: set[str] = set()  # that have not answered the step under way
+        self._tick_at = math.inf
 
     @property
     def attached(self) -> bool:
-        return self.state in ATTACHED
+        """Whether it is a part of a generation, in truth."""
+        return self.exists and self.core.step != "left"
 
     @property
-    def part(self) -> tuple[int, int]:
-        """Its part: the generation, and the number of its join."""
-        return self.generation, self.join
+    def generation(self) -> int:
+        return self.attachment.generation if self.attachment else 0
 
     @property
-    def status(self) -> WorkerStatus:
-        """As its supervisor knows it."""
-        summary = {"step": self.step} if self.outcome else {}
-        return WorkerStatus(
-            self.generation,
-            self.state,
-            self.outcome,
-            self.error,
-            self.step,
-            summary,
-            self.drains_failed,
-            self.lost_peers,
-            join=self.join,
-        )
+    def join(self) -> int:
+        return self.attachment.me.join if self.attachment else 0
 
     @property
-    def last_heartbeat(self) -> float | None:
-        """When its supervisor last heard from it; it is never silent but when it is frozen."""
-        if not self.exists:
-            return None
-        return self.frozen_at if self.frozen else self.clock.now
+    def part(self) -> PartId:
+        return PartId(self.generation, self.join)
 
     # -- it starts
 
     def forked(self) -> None:
-        if self.why or self.supervisor.dead:  # the fork server goes with the supervisor
-            self.end(self.why or "killed")
+        if self.supervisor.dead or self.dead:  # the fork server goes with the supervisor
+            self.dead = True
+            self.rank.processes.remove(self)
             return
         self.exists = True
-        self.clock.at(0, self.supervisor, self.supervisor.worker_forked, self)
+        self.up.send(self)  # its process is known before it says something
         if self.rank.frozen_until > self.clock.now:
             self.freeze(self.rank.frozen_until)
-        if self.attached:
-            self.simulation.promises.attached(self)
-        if self.stays:
-            self.clock.at(self.clock.random.choice(LOADING), self, self.load)
-        if self.key == self.simulation.rank0:
-            self.clock.at(0, self, self.take_lock, self.clock.now + LEASE)
-        elif self.attached:
-            self.prepared()
+        if self.check:
+            self.clock.at(self.clock.random.uniform(0.05, 0.5), self, self.end, messages.Result("finished"))
+            return
+        self.clock.at(self.clock.random.uniform(0.01, 0.1), self, self._boot, self.now + LEASE)
         if self.rank.dies_young > self.clock.now:
-            self.clock.at(self.clock.random.uniform(0.1, 3), self, self.end, "killed")
+            self.clock.at(self.clock.random.uniform(0.1, 3), self, self.exit, SIGKILL)
         if doomed := self.simulation.doomed:
-            self.clock.at(doomed[1], self, self.doom, doomed[0])
+            self.clock.at(doomed[1], self, self._doom, doomed[0])
 
-    def take_lock(self, end: float) -> None:
-        """Be the one that writes; an earlier writer may take a moment to be gone, or be frozen."""
-        if not self.alive:
-            return
-        disk, safeguards = self.simulation.disk, self.simulation.safeguards
-        if safeguards.writer_lock and disk.writer and disk.writer.exists:
-            if self.clock.now > end:
-                self.end(safeguards.locked_out, "the directory is in use")
-            else:
-                self.clock.at(0.1, self, self.take_lock, end)
-            return
-        disk.writer = self
-        self.prepared()
-
-    def load(self) -> None:
-        """Its role's object is made."""
-        self.loaded = True
-        if self.state == "loading":
-            self.state = "ready"
-            self.supervisor.send_soon()
-
-    def prepared(self) -> None:
-        part = self.generation, self.join
-        self.clock.at(self.clock.random.uniform(0.05, 0.5), self, self.arrive, part)
-        self.clock.at(CONNECT_TIMEOUT, self, self.too_late, part)
-
-    # -- it becomes a part of a generation, and leaves it
-
-    def relabel(self, directive: Directive) -> None:
-        """It loads for the generation of `directive`."""
-        self.generation, self.join = directive.generation, directive.join
-        self.outcome: Outcome = ""
-        self.error, self.step, self.base = "", 0, 0
-        self.drains_failed = 0
-        self.lost_peers: tuple[LostPeer, ...] = ()
-
-    def _begin(self, directive: Directive) -> None:
-        self.relabel(directive)
-        self.state, self.here = "joining", False
-        self.parts: dict[Key, int] = {}  # the present members, and the numbers of their parts
-        self.given_up: set[Join] = set()
-        self.update(directive)
-
-    def update(self, directive: Directive) -> None:
-        numbers = {(each.role, each.ordinal): each.number for each in directive.joined}
-        present = (key for key in directive.members if key not in directive.lost)
-        self.parts = {key: numbers.get(key, 0) for key in present}
-        self.members, self.joined = directive.members, tuple(numbers)
-
-    def attach(self, directive: Directive) -> None:
-        self._begin(directive)
-        if self.exists:
-            self.simulation.promises.attached(self)
-            self.prepared()
-
-    def detach(self, problem: str = "") -> None:
-        """As its supervisor orders; `problem` is why it does so by itself."""
-        self.clock.at(self.clock.random.uniform(0.001, 0.1), self, self.leave, self.part, problem)
-
-    def leave(self, part: tuple[int, int], problem: str) -> None:
-        if not self.attached or part != self.part:
-            return
-        self.state = "ready" if self.loaded else "loading"
-        self.outcome, self.error = "lost" if problem else "stopped", problem
-        self.simulation.story.log(f"worker of {name_of(self.key)} leaves generation {self.generation}: {problem}")
-        self.supervisor.worker_detached(self)
-
-    def doom(self, role: str) -> None:
+    def _doom(self, role: str) -> None:
         if self.key[0] != role:
             return
         if self.simulation.doom == "raises":
-            self.end("failed", f"ValueError in generation {self.generation}")
+            self.end(messages.Result("failed", f"ValueError in generation {self.generation}"))
         elif self.simulation.doom == "killed":
-            self.end("killed", "killed by SIGKILL")
+            self.exit(SIGKILL)
         else:
             kill_rank(self.simulation, self.clock.random, self.rank)
 
-    def arrive(self, part: tuple[int, int]) -> None:
-        if part == self.part and self.state == "joining":
-            self.here = True
-            self.simulation.store.meet(self.generation)
-
-    def too_late(self, part: tuple[int, int]) -> None:
-        if self.state == "joining" and part == self.part:
-            self.lose_rank0()
-
-    def lose_rank0(self) -> None:
-        """Rank 0's worker has gone: one that stays waits, or gives up to meet the others."""
-        if not self.stays:
-            self.end("lost")
-        elif self.state == "joining":
-            self.leave(self.part, "rank 0 is gone")
-
-    def connected(self, part: tuple[int, int]) -> None:
-        if self.state != "joining" or part != self.part:
+    def _boot(self, end: float) -> None:
+        """Rank 0's is to be the one that writes; an earlier writer may take a moment to be gone, or be frozen."""
+        disk, safeguards = self.simulation.disk, self.simulation.safeguards
+        if self.is_rank0 and safeguards.writer_lock and disk.writer and disk.writer.exists:
+            if self.now > end:
+                self.end(messages.Result(safeguards.locked_out, "the directory is in use"))
+            else:
+                self.clock.at(0.1, self, self._boot, end)
             return
-        self.state = "running"
-        self.supervisor.send_soon()
-        if self.key == self.simulation.rank0:
+        if self.is_rank0:
+            disk.writer = self
+            self._checkpoints = Checkpoints(Path(), "", self.generation, fence=lambda: disk.greatest)
+        if self.attachment:
+            self.core.begin(self.attachment)
+            self._begin(self.attachment)
+        else:
+            self._load_soon()
+        orders, self._orders = self._orders or [], None
+        for order in orders:
+            self.obey(order)
+
+    def _load_soon(self) -> None:
+        if not self.loads:
+            self.loads = True
+            self.clock.at(self.clock.random.choice(LOADING), self, self._load, self.attachment is None)
+
+    def _load(self, says_so: bool) -> None:
+        """Its role's object is made."""
+        self._take(self.core.provided(self.now, hook=self.has_hook))
+        if says_so and not self.dead:
+            self.up.send(messages.Loaded())
+
+    # -- orders
+
+    def obey(self, message: messages.ToWorker) -> None:
+        if self._orders is not None:
+            self._orders.append(message)
+            return
+        match message:
+            case messages.Drain():
+                self.drain = True
+            case messages.Attach(attachment):
+                self._take(self.core.attach(attachment))
+            case messages.Update(attachment):
+                if attachment.generation == self.generation and self.session and not self.session.over:
+                    self.attachment = attachment
+                    self.session.update(attachment)
+                    self.simulation.promises.knows(self)
+            case messages.Detach() if self.stays:
+                self._take(self.core.detach())
+            case messages.End() | messages.Detach():
+                self.end()
+
+    # -- what its parts decide
+
+    def _take(self, batch: Batch) -> None:
+        for effect in batch.effects:
+            if not self.dead:
+                self._perform(effect)
+        if batch.deadline < math.inf and batch.deadline != self._tick_at:
+            self.at(batch.deadline, self._tick)
+        self._tick_at = batch.deadline
+
+    def _tick(self) -> None:
+        self._take(self.core.tick(self.now))
+
+    def _perform(self, effect: parts.Effect) -> None:
+        match effect:
+            case parts.Meet(attachment):
+                self._begin(attachment)
+            case parts.CallAttached(part):
+                self.simulation.promises.comes_to(self, "attached", part)
+                self.hooking = True
+                self.clock.at(self.clock.random.choice(HOOKS), self, self._hook_returned, part)
+            case parts.Serve(part):
+                self.simulation.promises.comes_to(self, "serves", part)
+                if self.session:
+                    self.session.serve()
+                self._run()
+            case parts.Leave(part):
+                self.simulation.promises.comes_to(self, "leaves", part)
+                if self.session:
+                    self.session.end()
+            case parts.Report(message):
+                self.step = self.step if isinstance(message, messages.Connected) else 0
+                self.up.send(message)
+            case parts.Fail(error):
+                lost = isinstance(error, PeerLostError)
+                self.end(messages.Result("lost" if lost else "failed", str(error)))
+
+    def _begin(self, attachment: Attachment) -> None:
+        self.attachment, self.session = attachment, Session(self, attachment)
+        self.simulation.promises.attached(self)
+        self.clock.at(self.clock.random.uniform(0.05, 0.5), self, self._meet, self.session)
+        self.clock.at(CONNECT_TIMEOUT, self, self.not_met, self.part, None)
+
+    def _meet(self, session: Session) -> None:
+        if not session.over:
+            session.meet()
+
+    def connected(self, part: PartId) -> None:
+        """It has met the others."""
+        self._take(self.core.met(part, self.now))
+        self._load_soon()
+
+    def not_met(self, part: PartId, error: Exception | None) -> None:
+        """It has not, in time or because of `error`."""
+        if part == self.part and self.core.step == "meeting":
+            self._take(self.core.not_met(part, lost(str(error or f"CONNECT_TIMEOUT={CONNECT_TIMEOUT:g}"))))
+
+    def _hook_returned(self, part: PartId) -> None:
+        self.hooking = False
+        self._take(self.core.attached(part, self.now, self._hook_problem(part)))
+
+    def _hook_problem(self, part: PartId) -> Failure | None:
+        """`attached` may need its peers."""
+        first = self.simulation.workers.get((part.generation, self.simulation.rank0))
+        over = first is None or not first.exists or part != self.part
+        return lost("rank 0 is gone") if over and self.clock.random.random() < 0.5 else None
+
+    def disconnected(self, session: Session, name: str, epoch: int) -> None:
+        """The connection to a peer, at `epoch`, has broken: one of an elastic role is given up."""
+        peer = next(peer for peer in session.attachment.members if peer.name == name)
+        if peer.rank == 0:
+            if not self.stays and self.clock.random.random() < 0.7:
+                seconds = self.clock.random.random()
+                self.clock.at(seconds, self, self.end, messages.Result("lost", "rank 0 is gone"))
+        elif self.simulation.elastic((peer.role, peer.ordinal)) and name not in session.lost:
+            if epoch == peer.join:
+                self._give_up(session, peer)
+            else:  # it is back, and the supervisor has not said so yet
+                self.up.send(messages.PeerLost(replace(peer, join=epoch)))
+
+    def _give_up(self, session: Session, peer: Peer) -> None:
+        """Go on without `peer`; rank 0 sometimes with the wish for another worker of it."""
+        if session.lose(peer.name):
+            wish = self.is_rank0 and Random(f"{self.simulation.seed} {self.clock.now}").random() < 0.3
+            if self.is_rank0:
+                self.simulation.promises.loses(f"{peer.name} does not answer {name_of(self.key)}")
+            self.up.send(messages.PeerLost(peer, wish))
+
+    # -- its main thread
+
+    def _run(self) -> None:
+        if self.running or self.dead:
+            return
+        part = self.core.next_run()
+        if part is None:
+            return
+        self.running = True
+        self.simulation.promises.comes_to(self, "runs", part)
+        if self.is_rank0:
             self.base = self.simulation.disk.newest[1]
-            lead = self.simulation.lead
-            if lead is not None and lead.owner is self.supervisor:
-                lead.gang.resumed(self.base)
             self.simulation.promises.trains_after(self, self.base)
+            self._report(Start(self.generation, self.base, time=0.0))
             self.clock.at(STEP, self, self.work)
+        else:
+            self.clock.at(self.clock.random.choice((0.5, 5.0, 1000.0)), self, self._ran)
+            self.clock.at(self.clock.random.uniform(0.1, 3), self, self._chat, self.session)
+
+    def _ran(self) -> None:
+        self.running = False
+        self.core.ran()
+        self._run()
+
+    def _report(self, *rows: Start) -> None:
+        self.up.send(messages.Report(self.step, rows=rows))
 
     # -- it trains
 
     def work(self) -> None:
         """A step of worker 0, if all those who belong to it answer."""
-        if not self.alive:
-            return
-        simulation, clock = self.simulation, self.clock
-        silent = []
-        present = {key for key, join in self.parts.items() if Join(*key, join) not in self.given_up}
-        for key in present - {self.key}:
-            peer = simulation.workers.get((self.generation, key))
-            if peer is None or not peer.attached or peer.join != self.parts[key]:
-                if not simulation.elastic(key):
-                    self.end("lost")
-                    return
-                self.give_up(key)
-            elif peer.frozen or simulation.network.cut(peer.rank) or simulation.network.cut(self.rank):
-                silent.append(key)
-        if silent:
-            self.stalled_at = clock.now if self.stalled_at is None else self.stalled_at
-            if clock.now - self.stalled_at > CALL_TIMEOUT:
-                self.stalled_at = None
-                for key in silent:
-                    if not simulation.elastic(key):
-                        self.end("lost")
-                        return
-                    self.give_up(key)
-            clock.at(STEP, self, self.work)
-            return
-        self.stalled_at = None
+        session = self.session
+        assert session is not None
+        elastic = {peer for peer in session.attachment.members if self.simulation.elastic((peer.role, peer.ordinal))}
+        present = [peer for peer in session.attachment.members if peer.rank and peer.name not in session.lost]
         if self.drain:
             self.drain = False
-            self.write(self.drained)
-        elif any(map(simulation.elastic, present)) or not any(map(simulation.elastic, self.members)):
-            first = self.step == 0
-            self.step = max(self.step, self.base) + 1
-            if first:
-                self.supervisor.send_soon()
-            if self.step >= simulation.goal:
-                self.write(self.finished)
-            elif self.step % 4 == 0:
-                self.write(self.saved)
-            else:
-                clock.at(STEP, self, self.work)
+            self._write(self._drained)
+        elif elastic and not elastic.intersection(present):
+            self.clock.at(STEP, self, self.work)
         else:
-            clock.at(STEP, self, self.work)
+            self.asked = {peer.name for peer in present}
+            for peer in present:
+                session.call(peer.name, "step", CALL_TIMEOUT, partial(self._answered, session, peer, peer in elastic))
+            if not present:
+                self._step()
 
-    def give_up(self, key: Key) -> None:
-        """Go on without `key`; sometimes with the wish for another worker of it."""
-        join = Join(*key, self.parts[key])
-        replace = Random(f"{self.simulation.seed} {self.clock.now}").random() < 0.3
-        self.given_up.add(join)
-        self.lost_peers += (LostPeer(join, replace),)
-        self.simulation.promises.loses(f"{name_of(key)} does not answer {name_of(self.key)}")
-        self.supervisor.send_soon()
+    def _answered(self, session: Session, peer: Peer, elastic: bool, error: Exception | None) -> None:
+        if error and not self.dead:
+            if not elastic:
+                self.end(messages.Result("lost", str(error)))
+            else:
+                self._give_up(session, peer)
+        self.asked.discard(peer.name)
+        if not self.asked and not self.dead:
+            self.clock.at(STEP, self, self._step)
+
+    def _step(self) -> None:
+        """All have answered, or are lost."""
+        first = self.step == 0
+        self.step = max(self.step, self.base) + 1
+        if first:
+            self._report()
+        if self.step >= self.simulation.goal:
+            self._write(self._finished)
+        elif self.step % 4 == 0:
+            self._write(self._saved)
+        else:
+            self.work()
+
+    def _chat(self, session: Session) -> None:
+        """It calls a peer now and then, whatever that answers."""
+        if session.over or not self.running:
+            return
+        random = self.clock.random
+        peer = random.choice(session.attachment.members)
+        if peer.name != session.me.name:
+            session.call(peer.name, random.choice(("step", "ask")), 3.0, lambda _: None)
+        self.clock.at(random.uniform(1, 4), self, self._chat, session)
 
     # -- it writes
 
-    def write(self, then: Callable[[bool], None]) -> None:
+    def _write(self, then: Callable[[bool], None]) -> None:
         """A checkpoint, which takes a while; anything may come between its parts."""
-        self.clock.at(self.clock.random.uniform(0.01, 0.1), self, self.write_fenced, then)
+        self.clock.at(self.clock.random.uniform(0.01, 0.1), self, self._write_fenced, then)
         self.simulation.ambushes.enter("writing")
 
-    def write_fenced(self, then: Callable[[bool], None]) -> None:
+    def _write_fenced(self, then: Callable[[bool], None]) -> None:
         """Look whether this generation is the newest, then write."""
-        if not self.alive:
-            return
         simulation = self.simulation
-        step = max(self.step, self.base)
-        if simulation.safeguards.write_fence and simulation.disk.greatest > self.generation:
-            then(False)
-            return
+        if simulation.safeguards.write_fence:
+            try:
+                self._checkpoints.require_current()
+            except CheckpointError:
+                then(False)
+                return
         newest = simulation.promises.newest  # in truth
         delay = self.clock.random.uniform(0.01, 0.1) + simulation.disk.latency(self.clock)
-        self.clock.at(delay, self, self.written, step, newest, then)
+        self.clock.at(delay, self, self._written, max(self.step, self.base), newest, then)
 
-    def written(self, step: int, newest: int, then: Callable[[bool], None]) -> None:
+    def _written(self, step: int, newest: int, then: Callable[[bool], None]) -> None:
         """The checkpoint is on the disk, if that takes it; `newest` had begun when the worker set about it."""
-        if not self.alive:
-            return
         disk = self.simulation.disk
         if disk.hangs_until > self.clock.now:
-            self.clock.at(HANGING, self, self.written, step, newest, then)
+            self.clock.at(HANGING, self, self._written, step, newest, then)
             return
         if disk.refuses("checkpoint"):
             then(False)
@@ -293,58 +378,60 @@ class Worker(Process):
         disk.newest = max(disk.newest, (self.generation, step))
         then(True)
 
-    def saved(self, done: bool) -> None:
+    def _saved(self, done: bool) -> None:
         self.clock.at(STEP, self, self.work)
 
-    def drained(self, done: bool) -> None:
+    def _drained(self, done: bool) -> None:
         if done:
             self.step = self.simulation.promises.drained_step = max(self.step, self.base)
-            self.end("drained")
+            self.end(messages.Result("drained", step=self.step))
         else:
-            self.drains_failed += 1
-            self.supervisor.send_soon()
+            self.up.send(messages.DrainRefused("the disk is full"))
             self.clock.at(STEP, self, self.work)
 
-    def finished(self, done: bool) -> None:
-        self.end("finished")
+    def _finished(self, done: bool) -> None:
+        self.end(messages.Result("finished", step=self.step, summary={"step": self.step}))
 
     # -- it ends
 
-    def notice_end(self, generation: int) -> None:
-        """Rank 0's worker of `generation` has ended."""
-        if self.attached and self.generation == generation:
-            self.lose_rank0()
+    def end(self, result: messages.Result | None = None) -> None:
+        """It reports its result, and exits."""
+        if self.dead:
+            return
+        if result is None:
+            self.exit(0)
+            return
+        if result.outcome in ("failed", "refused"):
+            self.simulation.promises.raised.append(f"{name_of(self.key)}: {result.error}")
+        if result.outcome == "finished" and not self.check:
+            self.simulation.ambushes.enter("finishing")
+        self.up.send(result, partial(self._has_said, result.outcome))
 
-    def kill(self, why: Outcome) -> None:
-        """By its supervisor."""
-        self.why = self.why or why
-        if self.exists and self.alive:
-            self.clock.at(self.clock.random.uniform(0.01, STOP), None, self.end, why)
+    def _has_said(self, outcome: Outcome) -> None:
+        self.said = outcome
+        self.exit(0)
+
+    def exit(self, code: int) -> None:
+        """The process ends: by itself, or by a signal, whoever sent it."""
+        if not self.exists:
+            return
+        simulation = self.simulation
+        self.exists, self.dead, self.code = False, True, code
+        self.rank.processes.remove(self)
+        what = "check" if self.check else f"worker of {name_of(self.key)} in generation {self.generation}"
+        simulation.story.log(f"{what} exits with {code}{self.said and f', {self.said}'}")
+        self.up.close(Exit())
+        if self.session:
+            self.session.break_off()
 
     def orphan(self) -> None:
         """Its supervisor is gone; it notices when it runs, and its other threads may finish something meanwhile."""
         if self.simulation.safeguards.orphans_end:
-            self.clock.at(0, self, self.notice_orphaned)
+            self.clock.at(0, self, self._notice_orphaned)
 
-    def notice_orphaned(self) -> None:
-        self.clock.at(self.clock.random.uniform(0.005, ORPHAN - 0.03), self, self.end, "killed")
+    def _notice_orphaned(self) -> None:
+        self.clock.at(self.clock.random.uniform(0.005, ORPHAN - 0.03), self, self.exit, 1)
 
-    def end(self, outcome: Outcome, error: str = "") -> None:
-        if not self.alive:
-            return
-        simulation, clock = self.simulation, self.clock
-        self.state, self.outcome, self.error = "ended", outcome, error
-        self.exists, self.dead = False, True
-        simulation.story.log(f"worker of {name_of(self.key)} in generation {self.generation} ended: {outcome}")
-        simulation.promises.loses(f"the worker of {name_of(self.key)} ended: {outcome}")
-        if outcome in ("failed", "refused"):
-            simulation.promises.raised.append(f"{name_of(self.key)}: {error}")
-        if outcome == "finished":
-            simulation.ambushes.enter("finishing")
-        if self.key == simulation.rank0:
-            for key in self.members:
-                peer = simulation.workers.get((self.generation, key))
-                if peer and peer is not self and clock.random.random() < 0.7:
-                    clock.at(clock.random.uniform(0, 1), peer, peer.notice_end, self.generation)
-        if not self.supervisor.dead:
-            clock.at(0, self.supervisor, self.supervisor.worker_ended, self)
+
+def lost(problem: str) -> Failure:
+    return Failure(PeerLostError(problem), problem, lost=True)

@@ -365,8 +365,9 @@ class RankWorkers:
         return self._batch(now)
 
     def dumped(self, number: int, now: float) -> Batch:
-        """The stacks of a worker that is to be killed are logged."""
-        self._do(number, self.lives[number].dumped())
+        """The stacks of a worker that is to be killed are logged. It may have ended meanwhile."""
+        if number in self.lives:
+            self._do(number, self.lives[number].dumped())
         return self._batch(now)
 
     def handed_over(self, now: float) -> Batch:

@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ class Coordinator:
         self.files = RunFiles(job, settings, node)
         self.gang: Gang
         self._effects = asyncio.Queue[Effect]()  # to be persisted
+        self.rules = rules(settings, job.steps)
         self.metrics: Any = None
         self._incarnation = incarnation
         self.waiting: OrderedDict[Key, Waiting] = OrderedDict()  # the one that is answered first comes first
@@ -95,7 +96,7 @@ class Coordinator:
         self._revision = 0
         self._rests_until = float("-inf")
         self._stirred: asyncio.TimerHandle | None = None
-        self._closing = self._checking = False
+        self._started = self._closing = self._checking = False
         self._logged_at = float("-inf")
         self._refused: dict[str, float] = {}  # what was logged of late, and when
         self._runner: web.AppRunner | None = None
@@ -111,7 +112,7 @@ class Coordinator:
         last = self.files.persisted
         self.gang = Gang(
             self.job.roles,
-            rules(self.settings, self.job.steps),
+            self.rules,
             self._incarnation,
             time.monotonic(),
             last=last.number,
@@ -123,6 +124,11 @@ class Coordinator:
             budget=last.budget,
         )
         self.files.journal.started = self._begun
+        self._started = True
+        await self._serve()
+
+    async def _serve(self) -> None:
+        """Takes members' requests."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.middlewares.append(self._require_badge)
         app.add_routes([web.post(HEARTBEAT_PATH, self._receive), web.post(REPLY_PATH, self.queries.receive)])
@@ -180,7 +186,7 @@ class Coordinator:
             self._finish(key, self.gang.answer(key, waiting.beat))
         if self._runner:
             await self._runner.cleanup()
-        await self.files.close(self.gang.budget if ended and self._runner else None)
+        await self.files.close(self.gang.budget if ended and self._started else None)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The coroutines that keep it going; its caller ends when one of them does."""
@@ -309,8 +315,7 @@ class Coordinator:
             async with asyncio.timeout(self.settings.lease_seconds):
                 body = await http_request.read()
             beat: Beat = decode(Beat, body)
-            received_at = time.monotonic()
-            key = self.gang.receive_beat(beat, received_at)
+            answer = await self.exchange(beat, lambda: http_request.transport is None)
         except ConnectionError:
             raise web.HTTPBadRequest from None  # the member closed the connection, to send something newer
         except web.HTTPRequestEntityTooLarge:
@@ -320,12 +325,20 @@ class Coordinator:
         except RejectedError as error:
             node = beat.heartbeat.node if beat.heartbeat else ""
             return self._refuse(409, error.reason, f"{node}: {error}", str(error))
-        answer = Answer(again=True) if key is None else await self._answer(key, beat, received_at, http_request)
-        if key is not None and (due := self.queries.due(key)):
-            answer = replace(answer, queries=due)
         return web.Response(body=encode(answer), content_type=CONTENT_TYPE)
 
-    async def _answer(self, key: Key, beat: Beat, received_at: float, http_request: web.Request) -> Answer:
+    async def exchange(self, beat: Beat, has_gone: Callable[[], bool] = lambda: False) -> Answer:
+        """Takes a member's `beat`, and returns the answer, perhaps after a while. Raises RejectedError, and
+        ConnectionError if the member `has_gone`."""
+        received_at = time.monotonic()
+        key = self.gang.receive_beat(beat, received_at)
+        if key is None:
+            return Answer(again=True)
+        answer = await self._answer(key, beat, received_at, has_gone)
+        due = self.queries.due(key)
+        return replace(answer, queries=due) if due else answer
+
+    async def _answer(self, key: Key, beat: Beat, received_at: float, has_gone: Callable[[], bool]) -> Answer:
         gang = self.gang
         if before := self.waiting.pop(key, None):
             # of the same member, which has sent a newer one; or of a replaced one, which must stop before its
@@ -338,8 +351,8 @@ class Coordinator:
         answer = gang.answer_if_due(key, beat, received_at, time.monotonic())
         if answer is not None:
             return answer
-        if http_request.transport is None:
-            raise web.HTTPBadRequest  # the member closed the connection before it could be noticed
+        if has_gone():
+            raise ConnectionResetError  # the member closed the connection before it could be noticed
         waiting = Waiting(beat, received_at, asyncio.get_running_loop().create_future())
         self.waiting[key] = waiting
         try:

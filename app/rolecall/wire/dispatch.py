@@ -354,6 +354,14 @@ class Dispatcher:
                 loop.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of one task, which asyncio raises here too: its call has it
                 continue
+            loop.close()
+            return
+
+    def close(self) -> None:
+        """Ends its threads, once all links are closed."""
+        self.stop_turns()
+        if self._loop:
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _answer_later(
         self, call: Call, future: concurrent.futures.Future[Any], span: Span | NoopSpan, waits: bool = True

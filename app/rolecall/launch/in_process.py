@@ -1,0 +1,37 @@
+"""`rolecall run JOB --in-process`: all ranks as threads of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+
+from rolecall import telemetry
+from rolecall.config import Settings
+from rolecall.declare import describe, flags, registry
+from rolecall.inprocess.run import InProcessRun
+from rolecall.launch import local
+
+
+def run(target: str, words: Sequence[str]) -> int:
+    """Runs the job that `target` names, with the flags in `words`. Returns the exit code. Raises UsageError."""
+    registry.require_extra(target)
+    job, given = registry.get(target), flags.parse(registry.get(target), target, words)
+    _, settings = registry.load(target, **{name.lower(): value for name, value in given.variables.items()})
+    description = describe.describe(target, words)
+    telemetry.warn_misspelt({*Settings.model_fields, *description.variables})
+    here = InProcessRun(job, settings, description)
+
+    async def main() -> int:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, _interrupt, here)
+        return await here.run()
+
+    code = asyncio.run(main())
+    print(f"rolecall: {local.state_of(code)}; results in {here.directory}", flush=True)
+    return code
+
+
+def _interrupt(run: InProcessRun) -> None:
+    print("rolecall: stopping: the job's state, if it has any, is saved; Ctrl-C again to stop at once", flush=True)
+    run.drain()

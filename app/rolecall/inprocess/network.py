@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from rolecall.context import meeting
 from rolecall.context.context import Context
 from rolecall.errors import PeerLostError
+from rolecall.inprocess.threads import Threads, acting_for, owner
 from rolecall.wire.calls import Wire
 from rolecall.wire.connecting import Address
 from rolecall.wire.link import Sockets, pair
@@ -22,6 +23,7 @@ class Reached(NamedTuple):
 
     wire: Wire
     join: int
+    threads: Threads | None
 
 
 class Network:
@@ -36,7 +38,7 @@ class Network:
         me = context.me.name
 
         def accept(wire: Wire) -> Address:
-            place, reached = (session.generation, me), Reached(wire, session.join)
+            place, reached = (session.generation, me), Reached(wire, session.join, owner())
             with self._changed:
                 self._reached[place] = reached
                 self._changed.notify_all()
@@ -79,5 +81,6 @@ class Dialer:
         """Connects to `peer`, which is there as its part number `join` of the generation, or a later one."""
         reached = self._network.find(self._session, peer, join)
         ours, theirs = pair()
-        reached.wire.accept(self._me, theirs._replace(join=self._session.join))
+        with acting_for(reached.threads):  # what reads there is a thread of the peer
+            reached.wire.accept(self._me, theirs._replace(join=self._session.join))
         return ours._replace(join=reached.join)

@@ -46,9 +46,10 @@ class Debugger(pdb.Pdb):
 
 
 @contextlib.contextmanager
-def prepared(settings: Settings, quit: Callable[[], None]) -> Iterator[None]:
+def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -> Iterator[None]:
     """Within the block, this process is that of all ranks of a run: torch's threads, random numbers, the log,
-    `breakpoint()`, and how often Python switches threads. `quit` is called as the user leaves the debugger."""
+    to `stream` or standard output, `breakpoint()`, and how often Python switches threads. `quit` is called as the user
+    leaves the debugger."""
     threads.follow()
     torch_threads, switching, hook = torch.get_num_threads(), sys.getswitchinterval(), sys.breakpointhook
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -56,7 +57,7 @@ def prepared(settings: Settings, quit: Callable[[], None]) -> Iterator[None]:
     torch.set_num_threads(1)  # see Context.threads
     skip_dynamo_import()
     seed_generators(mixed_seed(settings.seed))
-    telemetry.setup_logging(settings.log_format, settings.log_level, labels=threads.labels)
+    telemetry.setup_logging(settings.log_format, settings.log_level, stream, labels=threads.labels)
     telemetry.take_logging(settings.log_level)
     if hook is sys.__breakpointhook__ and not config.exported("PYTHONBREAKPOINT"):
         sys.breakpointhook = lambda *_, **__: Debugger(quit).set_trace(sys._getframe(1))

@@ -43,21 +43,23 @@ def require_possible(job: Job, settings: Settings, description: Description) -> 
 
 
 class InProcessRun:
-    """The ranks of `job`, which `description` describes. Raises UsageError if one needs a process of its own.
+    """The ranks of `job`, which `description` describes. They log to standard output, or `stream`.
+    Raises UsageError if one needs a process of its own.
 
     `drain`, `kill` and `scale` may be called from any thread, those of the job included, once the run has begun.
     """
 
-    def __init__(self, job: Job, settings: Settings, description: Description) -> None:
+    def __init__(self, job: Job, settings: Settings, description: Description, stream: Any = None) -> None:
         require_possible(job, settings, description)
         given = settings.model_fields_set
         self.directory = settings.checkpoint_dir if "checkpoint_dir" in given else rundir.of_run(description.name)
-        changes = {"job": description.target, "checkpoint_dir": self.directory, "on_finish": "exit"}
-        if "sinks" not in given:
-            changes["sinks"] = "none"  # a process of its own
+        changes: dict[str, Any] = {"job": description.target, "checkpoint_dir": self.directory, "on_finish": "exit"}
+        # a sink is a process; and what has failed once here is to be looked at
+        changes |= {name: value for name, value in {"sinks": "none", "max_failures": 1}.items() if name not in given}
         self.job, self.description, self.settings = job, description, settings.model_copy(update=changes)
         self.summary: dict[str, Any] | None = None  # as in summary.json, once the run is over
         self.raised: BaseException | None = None  # the last that a role's function has raised
+        self._stream = stream
         self._ranks: dict[Key, ThreadSupervisor] = {}
         self._tasks: dict[Key, asyncio.Task[int]] = {}
         self._leaving = self._left_debugger = False
@@ -66,7 +68,10 @@ class InProcessRun:
     async def run(self) -> int:
         """Runs the job until it is over. Returns rank 0's exit code; 130 after `drain`. Raises UsageError."""
         self._loop, self._changed, self._stopped = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        with prepared(self.settings, self._quit), tempfile.TemporaryDirectory(prefix="rolecall-") as folder:
+        with (
+            prepared(self.settings, self._quit, self._stream),
+            tempfile.TemporaryDirectory(prefix="rolecall-") as folder,
+        ):
             number = secrets.randbelow(2**31)
             self._shared = Shared(self.job, self.description, self.settings, Path(folder), number)
             for role in self.description.roles:

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rolecall.declare import loader
@@ -63,6 +63,21 @@ class Threads:
 def owner() -> Threads | None:
     """The worker that this thread is of."""
     return _owners.get(threading.current_thread())
+
+
+@contextlib.contextmanager
+def acting_for(threads: Threads | None) -> Iterator[None]:
+    """The block is of the worker with `threads`, whichever this thread is of."""
+    thread, before = threading.current_thread(), owner()
+    if threads:
+        _owners[thread] = threads
+    try:
+        yield
+    finally:
+        if before:
+            _owners[thread] = before
+        else:
+            _owners.pop(thread, None)
 
 
 def labels() -> dict[str, Any]:

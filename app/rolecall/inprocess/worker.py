@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import signal
 import socket
@@ -136,7 +137,7 @@ class WorkerThreads(WorkerProcess):
         self._end_of_worker = ThreadEnd(self._theirs, task, None if task.check else self._watchdog, self._exit, failed)
         self._code: int | None = None  # once it ends
         self._lock = threading.Lock()  # for that
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()  # of the rank's log
 
     # ---- what is done to it
 
@@ -180,7 +181,7 @@ class WorkerThreads(WorkerProcess):
             self._host.writer_lock.release()
         self._theirs.close()
         with contextlib.suppress(RuntimeError):  # the run did not wait
-            self._loop.call_soon_threadsafe(self._exited)
+            self._loop.call_soon_threadsafe(self._exited, context=self._context)
 
     def _await_threads(self, context: Context[Any] | None) -> None:
         began = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Sequence
 
 from rolecall import telemetry
@@ -11,6 +12,24 @@ from rolecall.config import Settings
 from rolecall.declare import describe, flags, registry
 from rolecall.inprocess.run import InProcessRun
 from rolecall.launch import local
+from rolecall.launch.output import Tracebacks
+
+
+class Lines:
+    """Standard output, for the log: each traceback once, though several ranks log it."""
+
+    def __init__(self) -> None:
+        self._tracebacks = Tracebacks("", set())
+
+    def write(self, text: str) -> None:
+        """Writes whole lines."""
+        shown = [each for line in text.splitlines() for each in self._tracebacks.show(line)]
+        lines = [line.removeprefix(": ") for line in [*shown, *self._tracebacks.end()]]
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+    def flush(self) -> None:
+        """Has it written."""
+        sys.stdout.flush()
 
 
 def run(target: str, words: Sequence[str]) -> int:
@@ -20,7 +39,7 @@ def run(target: str, words: Sequence[str]) -> int:
     _, settings = registry.load(target, **{name.lower(): value for name, value in given.variables.items()})
     description = describe.describe(target, words)
     telemetry.warn_misspelt({*Settings.model_fields, *description.variables})
-    here = InProcessRun(job, settings, description)
+    here = InProcessRun(job, settings, description, Lines())
 
     async def main() -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -21,27 +21,35 @@ from rolecall.context.context import mixed_seed, seed_generators
 from rolecall.context.eager import skip_dynamo_import
 from rolecall.inprocess import threads
 
-_terminal = threading.Lock()  # whose prompt it shows
+
+class Terminal:
+    """The debugger's: one thread at a time has it. `quit` is called once the user leaves the debugger."""
+
+    def __init__(self, quit: Callable[[], None]) -> None:
+        self.quit, self.lock, self.is_left = quit, threading.Lock(), False
 
 
 class Debugger(pdb.Pdb):
-    """pdb for several threads: one at a time has the terminal, and the prompt names its member. `quit` is called as the
-    user leaves it."""
+    """pdb at a `terminal` that several threads share. The prompt names the member."""
 
-    def __init__(self, quit: Callable[[], None]) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         super().__init__(nosigint=True)  # Ctrl-C drains
-        self._quit = quit
+        self._terminal = terminal
         if owner := threads.owner():
             self.prompt = f"({owner.name}) "
 
     def interaction(self, *args: Any) -> None:
         """See `pdb.Pdb`."""
-        with _terminal:
-            super().interaction(*args)
+        with self._terminal.lock:
+            if self._terminal.is_left:
+                self.set_quit()
+            else:
+                super().interaction(*args)
 
     def set_quit(self) -> None:
         """See `bdb.Bdb`."""
-        self._quit()
+        self._terminal.is_left = True
+        self._terminal.quit()
         super().set_quit()
 
 
@@ -60,7 +68,8 @@ def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -
     telemetry.setup_logging(settings.log_format, settings.log_level, stream, labels=threads.labels)
     telemetry.take_logging(settings.log_level)
     if hook is sys.__breakpointhook__ and not config.exported("PYTHONBREAKPOINT"):
-        sys.breakpointhook = lambda *_, **__: Debugger(quit).set_trace(sys._getframe(1))
+        terminal = Terminal(quit)
+        sys.breakpointhook = lambda *_, **__: Debugger(terminal).set_trace(sys._getframe(1))
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -124,7 +125,9 @@ class ThreadSupervisor(Supervisor):
 
     def __init__(self, shared: Shared, identity: Identity, place: int) -> None:
         self._shared = shared
-        settings = shared.settings.model_copy(update={"metrics_port": place + 1})  # two ranks differ in it
+        # two ranks differ in the port
+        changes = {"metrics_port": place + 1, "drain_timeout": PATIENCE}
+        settings = shared.settings.model_copy(update=changes)
         directory = shared.directory / str(place)
         directory.mkdir()
         super().__init__(shared.description, settings, identity, directory, None, run=shared.number)
@@ -132,7 +135,8 @@ class ThreadSupervisor(Supervisor):
 
     async def run(self) -> int:
         """See `Supervisor.run`."""
-        structlog.contextvars.bind_contextvars(role=self.identity.role, ordinal=self.identity.ordinal)  # of this task
+        structlog.contextvars.bind_contextvars(role=self.identity.role, ordinal=self.identity.ordinal)
+        self._context = contextvars.copy_context()  # this task's, for the log
         return await super().run()
 
     async def _open(self) -> web.AppRunner | None:
@@ -165,7 +169,7 @@ class ThreadSupervisor(Supervisor):
 
     def leave(self, why: str) -> None:
         """Leaves the job: rank 0's worker writes a checkpoint first."""
-        self._leave(why)
+        self._context.run(self._leave, why)
 
     def kill(self) -> bool:
         """Kills its worker, as a crash does. Returns False if it has none."""

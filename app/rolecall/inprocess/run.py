@@ -23,7 +23,8 @@ from rolecall.inprocess.rank import Shared, ThreadSupervisor
 from rolecall.record import rundir
 
 INFORMED_SECONDS = 1.0  # for ranks to learn from rank 0 how the job ended, and to end
-END_SECONDS = 10.0  # for ranks that are stopped
+END_SECONDS = 10.0  # for ranks to end
+STOP_SECONDS = 2.0  # and if the user does not wait for more
 INTERRUPTED = 130  # exit code
 ELSEWHERE = "run it without --in-process"
 
@@ -62,7 +63,7 @@ class InProcessRun:
         self._stream = stream
         self._ranks: dict[Key, ThreadSupervisor] = {}
         self._tasks: dict[Key, asyncio.Task[int]] = {}
-        self._leaving = self._left_debugger = False
+        self.leaving = self._left_debugger = False
         self._count = 0  # of ranks, so far
 
     async def run(self) -> int:
@@ -82,7 +83,8 @@ class InProcessRun:
             finally:
                 for task in self._tasks.values():
                     task.cancel()
-                await asyncio.wait(self._tasks.values(), timeout=END_SECONDS)
+                limit = STOP_SECONDS if self._stopped.is_set() else END_SECONDS
+                await asyncio.wait(self._tasks.values(), timeout=limit)
                 if self._shared.coordinator.done():
                     self.summary = self._shared.coordinator.result().files.summary
                 self.raised = next(reversed(self._shared.raised), None)
@@ -109,7 +111,7 @@ class InProcessRun:
         stopped.cancel()
         if self._left_debugger:
             raise UsageError("the debugger was left by `q`, or at the end of its input; `c` goes on")
-        return INTERRUPTED if self._leaving else self._code()
+        return INTERRUPTED if self.leaving else self._code()
 
     def _code(self) -> int:
         """The exit code of the first rank that has ended with one. Raises what ended a rank."""
@@ -136,9 +138,9 @@ class InProcessRun:
         self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        if self._leaving:
+        if self.leaving:
             self._stopped.set()
-        self._leaving = True
+        self.leaving = True
         for rank in self._ranks.values():
             rank.leave("drain")
 

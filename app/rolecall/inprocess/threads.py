@@ -9,6 +9,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rolecall.declare import loader
@@ -91,15 +92,15 @@ def follow() -> None:
     threading.Thread.start = _start  # type: ignore[method-assign]
 
 
-def _start(thread: threading.Thread) -> None:
+def _start(self: threading.Thread) -> None:
     if threads := owner():
-        threads._take(thread)
-    start_alone(thread)
+        threads._take(self)
+    start_alone(self)
 
 
 def place_of(thread: threading.Thread) -> str:
     """The line of the user's code that a thread runs; empty if there is none."""
     frame = sys._current_frames().get(thread.ident or 0)
     places = [(each.f_code.co_filename, line) for each, line in traceback.walk_stack(frame)] if frame else []
-    users = [f"{loader.shown(loader.Path(name))}:{line}" for name, line in places if loader.is_users(name)]
+    users = [f"{loader.shown(Path(name))}:{line}" for name, line in places if loader.is_users(name)]
     return users[0] if users else ""

@@ -52,5 +52,6 @@ def run(target: str, words: Sequence[str]) -> int:
 
 
 def _interrupt(run: InProcessRun) -> None:
-    print("rolecall: stopping: the job's state, if it has any, is saved; Ctrl-C again to stop at once", flush=True)
+    if not run.leaving:
+        print("rolecall: stopping: the job's state, if it has any, is saved; Ctrl-C again to stop at once", flush=True)
     run.drain()

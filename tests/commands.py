@@ -1,9 +1,10 @@
-"""Programs that tests run to their end."""
+"""Programs that tests run to their end, and modules that they import."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,3 +26,12 @@ def stand_in(folder: Path, *names: str, script: str) -> dict[str, str]:
         (folder / name).write_text(script)
         (folder / name).chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def forget_modules(before: set[str], folder: Path) -> None:
+    """Forgets modules of `folder` that were not imported `before`. Others stay: an extension may abort the process if
+    it is imported twice."""
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is None or folder in Path(file).parents:
+            del sys.modules[name]

@@ -35,6 +35,7 @@ ROOMS = (
     "declare",
     "messages",
     "life",
+    "links",
     "tunnel",
     "wire",
     "checkpoint",

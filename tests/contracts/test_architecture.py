@@ -23,7 +23,7 @@ ROOT_IMPORTS |= {"export"}
 PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"}
 PURE |= {"msgspec", "operator", "signal", "typing"}
 # what a core may import of this project: its own room, and what declares values
-CORES = {"gang": {"errors"}, "life": {"errors", "gang", "declare.task", "messages", "record"}}
+CORES = {"gang": {"errors"}, "life": {"errors", "gang", "declare.task", "messages", "record"}, "links": {"errors"}}
 PUBLIC = set(rolecall.__all__)
 SUPPORT = "rolecall.jobs.support"  # shared by the jobs; the only one of them that imports more than the public API
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

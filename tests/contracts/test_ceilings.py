@@ -24,6 +24,7 @@ ROOMS = {
     "rolecall/jobs/script": 190,
     "rolecall/launch": 2350,
     "rolecall/life": 1090,  # what rank decided before, and its table of states
+    "rolecall/links": 760,
     "rolecall/messages": 560,  # the declarations and codecs of six rooms
     "rolecall/observe": 650,
     "rolecall/observe/doctor": 1080,

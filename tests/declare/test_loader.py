@@ -17,6 +17,7 @@ from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job
 from rolecall.errors import ProgramError, RemoteError, RemoteTraceback, UsageError
 from rolecall.fields import FromUser
+from tests.commands import forget_modules
 
 JOB = """from rolecall import Job, Role
 def lead(context): pass
@@ -33,8 +34,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files of one name follow each other within a second
     before = set(sys.modules)
     yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    forget_modules(before, tmp_path)
 
 
 def write(name: str, text: str) -> Path:

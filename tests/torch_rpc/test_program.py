@@ -18,6 +18,7 @@ from rolecall.declare import loader
 from rolecall.errors import ProgramError, UsageError
 from rolecall.torch_rpc import program
 from rolecall.torch_rpc.program import Program
+from tests.commands import forget_modules
 
 Write = Callable[[str], Path]
 GONE = "eof (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)"
@@ -29,11 +30,11 @@ def restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [*sys.argv])
-    modules = dict(sys.modules)
+    before, main = set(sys.modules), sys.modules["__main__"]
     yield
     multiprocessing.set_start_method(None, force=True)
-    sys.modules.clear()
-    sys.modules.update(modules)
+    sys.modules["__main__"] = main
+    forget_modules(before, tmp_path)
 
 
 @pytest.fixture(autouse=True)

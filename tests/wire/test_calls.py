@@ -13,9 +13,9 @@ import torch
 from structlog.typing import EventDict
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
-from rolecall.wire import link
+from rolecall.links import links
 from rolecall.wire.dispatch import stacks_of
-from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Sockets
+from rolecall.wire.link import Sockets
 from rolecall.wire.session import Session
 from tests.wire.wires import DEADLINE, Wires, until
 
@@ -216,7 +216,7 @@ def test_a_loss_ends_what_waits_for_the_link(wires: Wires, gate: Gate) -> None:
         future.result(DEADLINE)
     assert gone.wait(DEADLINE)
     gate.gate(0).set()
-    until(lambda: not wires.wires["b"]._accepted, "the end of the connection that nobody wants")
+    until(lambda: not wires.wires["b"]._links._accepted, "the end of the connection that nobody wants")
     with pytest.raises(PeerLostError, match="it was lost"):
         wires.call("a", "b", "echo", 1).result(DEADLINE)
 
@@ -235,8 +235,8 @@ def test_a_peer_that_joins_again_is_connected_to_anew(wires: Wires, gate: Gate, 
     gate.gate(1).set()
     assert future.result(DEADLINE) == 1
     assert wires.call("a", "b", "echo", 2).result(DEADLINE) == 2
-    until(lambda: "b" in wires.wires["a"]._links and wires.wires["a"]._links["b"].join == 1, "the link to the new one")
-    until(lambda: len(wires.wires["b"]._accepted) == 1, "the end of the other")
+    until(lambda: wires.wires["a"]._links.link_to("b").join == 1, "the link to the new one")
+    until(lambda: len(wires.wires["b"]._links._accepted) == 1, "the end of the other")
 
 
 def test_a_peer_that_cannot_be_connected_to(wires: Wires) -> None:
@@ -251,22 +251,6 @@ def test_a_peer_that_cannot_be_connected_to(wires: Wires) -> None:
     assert gone.wait(DEADLINE)
     wires.wires["a"]._dial = works
     assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1  # it is not lost
-
-
-def test_no_more_than_may_be_in_flight_waits_for_a_link(
-    wires: Wires, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link, "MAX_IN_FLIGHT", 5)
-    futures = [wires.call("a", "b", "echo", number) for number in range(5)]
-    outcome = list[Any]()
-    more = threading.Thread(target=lambda: outcome.append(wires.call("a", "b", "echo", 5).result(DEADLINE)))
-    more.start()
-    opening = wires.wires["a"]._openings["b"]
-    until(lambda: more.is_alive() and len(wires.wires["a"]._pending) == 6, "one that is held up")
-    assert len(opening.waiting) == 5
-    gate.gate(0).set()
-    more.join(DEADLINE)
-    assert [*(future.result(DEADLINE) for future in futures), *outcome] == list(range(6))
 
 
 def test_the_end_of_a_session_closes_everything(logged: list[EventDict]) -> None:
@@ -287,7 +271,7 @@ def test_the_end_of_a_session_closes_everything(logged: list[EventDict]) -> None
 
 
 def test_bytes_in_flight_are_bounded(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "MAX_IN_FLIGHT_BYTES", 10_000)
+    monkeypatch.setattr(links, "MAX_IN_FLIGHT_BYTES", 10_000)
     first = wires.call("a", "b", "wait", bytes(8000))
     with pytest.raises(CallTimeoutError, match=r"b has not answered earlier calls of echo within 0\.1 s"):
         wires.call("a", "b", "echo", bytes(8000), seconds=0.1).result(DEADLINE)
@@ -300,11 +284,10 @@ def test_bytes_in_flight_are_bounded(wires: Wires, monkeypatch: pytest.MonkeyPat
     assert second == [bytes(8000)]
     assert first.result(DEADLINE) == bytes(8000)
     assert wires.call("a", "b", "echo", bytes(50_000)).result(DEADLINE) == bytes(50_000)  # alone
-    assert MAX_IN_FLIGHT_BYTES > link.MAX_IN_FLIGHT_BYTES
 
 
 def test_calls_in_flight_are_bounded(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "MAX_IN_FLIGHT", 5)
+    monkeypatch.setattr(links, "MAX_IN_FLIGHT", 5)
     waiting = [wires.call("a", "b", "wait") for _ in range(5)]
     with pytest.raises(CallTimeoutError, match="earlier calls"):
         wires.call("a", "b", "echo", 1, seconds=0.1).result(DEADLINE)

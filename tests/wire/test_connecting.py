@@ -39,7 +39,7 @@ def test_a_link(tmp_path: Path, kind: str) -> None:
     a.knows(b)
     tensor = torch.rand(1_000_000)
     assert torch.equal(call(a, "b_0", "echo", tensor), tensor)
-    (link,) = b.wire._accepted
+    (link,) = b.wire._links._accepted
     assert bool(link._sockets.pid) is (kind == "unix")
     if kind == "unix":
         assert (tmp_path / "b_0").stat().st_mode & 0o777 == 0o600
@@ -57,7 +57,7 @@ def test_a_worker_of_another_generation_or_job_is_refused(tmp_path: Path, kind: 
         old.wire.connect("b_0")
     with pytest.raises(PeerLostError, match="is no member of generation 1"):
         old.wire.connect("c_0")
-    assert not new.wire._accepted
+    assert not new.wire._links._accepted
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_what_is_no_hello_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, words: 
         with contextlib.suppress(ConnectionResetError):
             assert received(connection) == b""
     until(lambda: not b.acceptor._handshakes, "its end")
-    assert not b.wire._accepted
+    assert not b.wire._links._accepted
 
 
 def test_a_hello_that_comes_byte_by_byte_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_another_user_reaches_neither_the_socket_nor_the_memory(tmp_path: Path) 
         words = done.stdout.split("\n")
         assert words[0] == "no memory"
         assert words[1] in answers
-    assert not b.wire._accepted
+    assert not b.wire._links._accepted
 
 
 def test_the_newest_part_of_a_member_calls_and_is_called(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_a_caller_that_does_not_read_holds_up_nobody_else(wires: Wires, method: 
         for number in range(1000):
             writer.send(Kind.REQUEST, number, encode(tuple(Request(method, (size,), {}, 0.0))))
         dispatcher = wires.wires["b"].dispatcher
-        until(lambda: sum(link.unread_answers for link in wires.wires["b"]._accepted), "answers that wait")
+        until(lambda: sum(link.unread_answers for link in wires.wires["b"]._links._accepted), "answers that wait")
         for _ in range(10):
             assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1
             assert wires.call("a", "b", "make_async", 1).result(DEADLINE) == b"x"
@@ -376,13 +376,13 @@ def test_a_stream_is_dropped_by_a_thread_that_holds_the_links_locks(wires: Wires
     """As a collection may do it, which begins anywhere."""
     stream = wires.stream("a", "b", "count", 10_000)
     assert next(stream) == 0
-    until(lambda: wires.wires["a"]._links, "the link, with nothing that waits for it")
-    link = wires.wires["a"]._links["b"]
+    until(lambda: wires.wires["a"]._links.link_to("b"), "the link, with nothing that waits for it")
+    link = wires.wires["a"]._links.link_to("b")
     streams = [stream]
     del stream
 
     def drop() -> None:
-        with link._lock, link._writer._lock, wires.wires["a"]._lock, wires.wires["a"]._room:
+        with link._lock, link._writer._lock, wires.wires["a"]._lock:
             streams.clear()
 
     thread = threading.Thread(target=drop, daemon=True)

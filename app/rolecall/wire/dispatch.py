@@ -22,7 +22,7 @@ from rolecall.declare import loader
 from rolecall.declare.remote import MARK, Remote, find, remote
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.record.recorder import NOOP, NoopSpan, Span
-from rolecall.wire import tracing
+from rolecall.wire import apart, tracing
 from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
@@ -35,6 +35,7 @@ MAX_STREAMS = 1024  # that a worker serves at a time, a thread each; a further o
 MAX_UNREAD = 64  # answers that one caller has not read; its further calls wait
 MAX_UNREAD_BYTES = 128 * 2**20  # of them
 MAX_STACKS_CHARS = 8_000
+PLAIN = (type(None), bool, int, float, str, bytes)  # which are encoded at once, without the user's code
 _loops = weakref.WeakSet[asyncio.AbstractEventLoop]()  # that run `async` methods
 
 
@@ -66,7 +67,7 @@ class Call:
     @property
     def given_up(self) -> bool:
         """Whether nobody waits for its answer any more."""
-        return self.cancelled or self.link.ended or time.monotonic() > self.expires
+        return self.cancelled or self.link.ended or self.link.session.ended or time.monotonic() > self.expires
 
     def cancel(self) -> None:
         """The caller does not wait any more."""
@@ -76,7 +77,7 @@ class Call:
         if self.coroutine:
             self.coroutine.cancel()
         if self.undo:
-            self.undo()
+            apart.run(self.undo)
 
 
 class Examined(NamedTuple):
@@ -349,7 +350,7 @@ class Dispatcher:
             else:
                 call.undo = handover.undo
         if is_over:
-            handover.undo()
+            apart.run(handover.undo)
 
     @staticmethod
     def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -376,14 +377,16 @@ class Dispatcher:
         def done(_: concurrent.futures.Future[Any]) -> None:
             if future.cancelled():
                 span.end()
-                self._end(call, Failure("RemoteError", f"{self._me}: {call.request.method} was cancelled"), waits)
+                self._end(call, Failure("RemoteError", f"{self._me}: {call.request.method} was cancelled"), waits=False)
                 return
             error = future.exception()
             span.end(error)
-            if error is None:
-                self._answer(call, future.result(), waits)
+            if error is not None:
+                apart.run(lambda: self._end(call, self._failure(error), waits))
+            elif type(value := future.result()) in PLAIN:
+                self._answer(call, value, waits=False)
             else:
-                self._end(call, self._failure(error), waits)
+                apart.run(self._answer, call, value, waits)
 
         future.add_done_callback(done)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
 from rolecall.record.recorder import recorder
+from rolecall.wire import apart
 
 T = TypeVar("T")
 
@@ -24,14 +25,14 @@ class Future(concurrent.futures.Future[T]):
     ) -> None:
         super().__init__()
         self._cancelled, self._dropped = cancelled, dropped
-        self._has_callbacks = self._claimed = False
         self._decided = threading.Lock()  # by `cancel` or `keep`; never released
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         """Calls `fn(future)` once the answer is there, from another thread; in this one, if it is there already."""
-        self._has_callbacks = True
-        if self._claimed:
-            concurrent.futures.wait([self])  # for a moment
+        self.then(fn if self.done() else lambda _: apart.run(fn, self))
+
+    def then(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
+        """As `add_done_callback`, for what takes no time: from the thread that brings the answer."""
         super().add_done_callback(fn)
 
     def result(self, timeout: float | None = None) -> T:
@@ -40,11 +41,6 @@ class Future(concurrent.futures.Future[T]):
             return super().result(timeout)
         with recorder.span("wait"):
             return super().result(timeout)
-
-    def claim(self) -> bool:
-        """For a thread that must not run callbacks: whether it may end the future, which it does at once."""
-        self._claimed = True  # before it looks, as `add_done_callback` does: one of them sees the other
-        return not self._has_callbacks
 
     def end(self, value: Any, error: BaseException | None) -> None:
         """Sets the answer, or the error, unless the future was cancelled."""

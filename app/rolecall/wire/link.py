@@ -6,33 +6,24 @@ socket of this machine is used in both.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import os
 import queue
 import socket
 import struct
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rolecall import telemetry
 from rolecall.wire import memory
 from rolecall.wire.codec import Encoded
 from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
-from rolecall.wire.future import Future
 from rolecall.wire.memory import Region
-from rolecall.wire.messages import Deadline, Request
 from rolecall.wire.readers import LongCallMonitor, Readers
 from rolecall.wire.session import Session
 
-MAX_IN_FLIGHT_BYTES = 128 * 2**20  # of requests without an answer; a larger one goes alone
-MAX_IN_FLIGHT = 4096  # requests without an answer
 COUNT = struct.Struct("!Q")
-Ended = Callable[[Any, Exception | None, int], None]  # with the answer, or the error; and the answer's bytes
 # what reading raises at the end, or for what is no frame; TypeError: no failure
 BROKEN = (OSError, EOFError, ValueError, TypeError, MemoryError, struct.error)
 
@@ -98,10 +89,7 @@ class Link:
         self._quick, self._received, self._closed, self._drained = quick, received, closed, drained
         self._readers = Readers(f"wire {peer}", monitor, self._next, self._run)
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
         self._ended = self._shut_down = self._unread = False
-        self._bytes = self.in_flight = 0
-        self.has_answered = False  # a call of the role's object
         self.unread_answers = self.unread_bytes = 0  # that the dispatcher sends, and the peer has not read
         self._outbox: queue.SimpleQueue[_Posted] | None = None  # what its thread sends
 
@@ -154,31 +142,6 @@ class Link:
         """Sends a frame with a number."""
         self._writer.send(kind, call, Encoded(COUNT.pack(count), []))
 
-    def take_room(self, nbytes: int, seconds: float | None) -> bool:
-        """Waits until a request of `nbytes` may be in flight. Returns False after `seconds`."""
-        with self._lock:
-            if self.in_flight and (self._bytes + nbytes > MAX_IN_FLIGHT_BYTES or self.in_flight >= MAX_IN_FLIGHT):
-                fits = self._room.wait_for(
-                    lambda: (
-                        self._ended
-                        or not self.in_flight
-                        or (self._bytes + nbytes <= MAX_IN_FLIGHT_BYTES and self.in_flight < MAX_IN_FLIGHT)
-                    ),
-                    seconds,
-                )
-                if not fits:
-                    return False
-            self._bytes += nbytes
-            self.in_flight += 1
-            return True
-
-    def return_room(self, nbytes: int) -> None:
-        """A request of `nbytes` has ended."""
-        with self._lock:
-            self._bytes -= nbytes
-            self.in_flight -= 1
-            self._room.notify()
-
     # ---- receiving
 
     def _next(self) -> Frame | None:
@@ -216,12 +179,11 @@ class Link:
                 self.send_count(Kind.RELEASED, frame.call, frame.kind)
 
     def close(self, problem: str) -> None:
-        """Closes the link: who waits for it goes on."""
+        """Closes the link."""
         with self._lock:
             if self._ended:
                 return
             self._ended, self.problem = True, problem
-            self._room.notify_all()
         self._writer.close()
         for sock in {self._sockets.outgoing, self._sockets.incoming}:
             with contextlib.suppress(OSError):
@@ -242,40 +204,3 @@ class Link:
     def ended(self) -> bool:
         """Whether it is closed."""
         return self._ended
-
-
-@dataclass(eq=False)
-class Pending:
-    """A call without an answer. `expires` is in monotonic seconds, infinite without a deadline."""
-
-    to: str
-    request: Request
-    deadline: Deadline
-    ended: Ended | None
-    expires: float
-    future: Future[Any] = field(init=False)
-    number: int = 0
-    link: Link | None = None  # None while that is made
-    nbytes: int = 0
-    has_room: bool = False  # it counts as in flight
-    sent: bool = False
-    urgent: bool = False  # it is sent whatever is in flight
-    extended: bool = False  # it had to wait until the peer was ready
-    began: float = field(default_factory=time.monotonic)
-    items: queue.SimpleQueue[tuple[Any, Exception | None, bool]] | None = None  # of a stream; the last is marked
-
-
-class Opening:
-    """A link to a peer's part number `join` that is being made, and the calls that wait for it."""
-
-    def __init__(self, join: int) -> None:
-        self.join = join
-        self.waiting = deque[tuple[Pending, Encoded]]()
-        self.nbytes = 0
-        self.link: Link | None = None  # once it is made, until the waiting calls are sent
-        self.settled: concurrent.futures.Future[None] = concurrent.futures.Future()  # with the error, if there is one
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether a call of `nbytes` may wait here."""
-        fits = self.nbytes + nbytes <= MAX_IN_FLIGHT_BYTES and len(self.waiting) < MAX_IN_FLIGHT
-        return fits or not self.waiting

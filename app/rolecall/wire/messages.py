@@ -6,36 +6,13 @@ import pickle
 from typing import Any, NamedTuple
 
 from rolecall.errors import CallError, CallTimeoutError, PeerLostError, RemoteError, RemoteTraceback, UsageError
+from rolecall.links.calls import Deadline as Deadline
 
 MAX_RUNNING = 64  # calls that a worker carries out at a time; further ones wait
 EXAMINE_SECONDS = 2.0  # that a call may take past its deadline, to ask the peer what it does
 MAX_ERROR_BYTES = 64 * 1024  # of a pickled exception
 Carrier = dict[str, str]  # a context, written by OpenTelemetry's propagators
 KINDS: dict[str, type[CallError]] = {kind.__name__: kind for kind in (PeerLostError, CallTimeoutError, RemoteError)}
-
-
-class Deadline(float):
-    """A call's deadline in seconds, 0 for none; `setting` names the setting that it comes from. If `from_begin`, it
-    runs from when the method begins. A call whose peer is not ready yet, or that waits behind others if `from_begin`,
-    has `wait` seconds more; `wait_setting` names that bound."""
-
-    setting: str
-    wait: float
-    wait_setting: str
-    from_begin: bool
-
-    def __new__(
-        cls, seconds: float, setting: str = "", *, wait: float = 0.0, wait_setting: str = "", from_begin: bool = False
-    ) -> Deadline:
-        """A deadline of `seconds`."""
-        self = super().__new__(cls, seconds)
-        self.setting, self.wait, self.wait_setting, self.from_begin = setting, wait, wait_setting, from_begin
-        return self
-
-    @property
-    def total(self) -> float:
-        """Seconds within which the call ends, whatever it waits for; 0 for no such bound."""
-        return self + self.wait if self else 0.0
 
 
 class TraceHeader(NamedTuple):

@@ -11,7 +11,7 @@ from rolecall.declare import registry
 from rolecall.declare.remote import remote
 from rolecall.declare.task import Attachment, Peer
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import Heartbeat, RoleSpec, Rules, WorkerStatus
+from rolecall.gang.protocol import Answer, Batch, Beat, Directive, Heartbeat, RoleSpec, Rules, WorkerStatus
 from tests.ports import free_ports
 
 
@@ -23,16 +23,25 @@ def test_every_job_has_settings_and_roles() -> None:
 
 def test_a_gang_starts_a_generation_and_finishes() -> None:
     gang = Gang((RoleSpec("agent", 1, 1, 1, False),), Rules(), "first", 0.0)
-    key = gang.receive(Heartbeat("agent", 0, "first", 1), 0.0)
-    gang.receive(Heartbeat("agent", 0, "first", 2, epoch=gang.directive(key).epoch), 0.0)  # it has no worker
-    effect = gang.tick(0.1)
-    assert effect is not None
-    gang.written(True, 0.1)
-    directive = gang.directive(key)
-    assert (directive.kind, directive.generation, directive.members) == ("run", 1, (("agent", 0),))
-    worker = WorkerStatus(generation=1, state="ended", outcome="finished")
-    gang.receive(Heartbeat("agent", 0, "first", 3, epoch=directive.epoch, worker=worker), 0.2)
-    effect = gang.tick(0.3)
+
+    def beat(sequence: int, epoch: int = 0, worker: WorkerStatus | None = None) -> Batch:
+        """What the gang says to a heartbeat."""
+        heartbeat = Heartbeat("agent", 0, "first", sequence, epoch=epoch, worker=worker or WorkerStatus())
+        gang.receive(sequence, Beat("first", sequence, heartbeat=heartbeat), 0.1 * sequence)
+        return gang.tick(0.1 * sequence)
+
+    def order(batch: Batch) -> Directive:
+        (reply,) = batch.replies
+        assert isinstance(reply.answer, Answer)
+        assert reply.answer.directive is not None
+        return reply.answer.directive
+
+    batch = beat(2, order(beat(1)).epoch)  # it has no worker
+    assert batch.effect is not None
+    gang.written(True, 0.2)
+    directive = order(beat(3))
+    assert (directive.kind, directive.generation, directive.listed) == ("run", 1, 1)
+    effect = beat(4, directive.epoch, WorkerStatus(generation=1, state="ended", outcome="finished")).effect
     assert effect is not None
     assert effect.kind == "done"
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rolecall.config import Settings
 from rolecall.declare import describe, registry
-from rolecall.gang.member import Member
+from rolecall.gang.member import Member, Request
 from rolecall.gang.protocol import Answer, Directive, Heartbeat, RejectedError, SharedSettings, WorkerStatus
 from tests.gang.gangs import PS, RULES, Play
 
@@ -23,7 +23,7 @@ def refused(**changes: Any) -> RejectedError:
     play = Play(PS, settings=OURS)
     heartbeat = Heartbeat("trainer", 1, "x", 1, node="here", digest="theirs")
     with pytest.raises(RejectedError) as error:
-        play.gang.receive(replace(heartbeat, **changes), 0.0)
+        play.receive(replace(heartbeat, **changes))
     assert error.value.reason == "settings"
     assert not play.gang.members
     return error.value
@@ -45,15 +45,24 @@ def test_a_difference_that_is_not_known_is_refused_all_the_same(settings: dict[s
 
 
 def test_values_travel_only_while_the_coordinator_has_not_answered() -> None:
-    member = Member(RULES, Heartbeat("trainer", 1, "x", 0, digest=OURS.digest, settings=OURS.values), 0.0)
-    first = member.beat(WorkerStatus())
-    assert first.heartbeat is not None
-    assert (first.heartbeat.digest, first.heartbeat.settings) == (OURS.digest, OURS.values)
-    member.answered(first, 0.0, Answer("lead", Directive("stop", 1, 1, role="trainer")), 0.1)
-    later = member.heartbeat(WorkerStatus())
-    assert (later.digest, later.settings) == (OURS.digest, None)
-    member.failed(1.0)  # the coordinator may be another now, with other settings
-    assert member.heartbeat(WorkerStatus()).settings == OURS.values
+    identity = Heartbeat("trainer", 1, "x", 0, digest=OURS.digest, settings=OURS.values)
+    member = Member(RULES, identity, WorkerStatus, 0.0)
+
+    def told(request: Request | None) -> dict[str, Any] | None:
+        assert request is not None
+        assert request.beat.heartbeat is not None
+        assert request.beat.heartbeat.digest == OURS.digest
+        return request.beat.heartbeat.settings
+
+    first = member.start(0.0).request
+    assert first is not None
+    assert told(first) == OURS.values
+    member.answered(first, Answer("lead", Directive("stop", 1, 1, role="trainer"), members=()), 0.1)
+    later = member.leave("SIGTERM", 0.1).request
+    assert later is not None
+    assert told(later) is None
+    member.failed(later, "reset", 1.0)  # the coordinator may be another now, with other settings
+    assert told(member.changed(1.0).request) == OURS.values
 
 
 DIFFER = {

@@ -11,11 +11,15 @@ from rolecall.gang.protocol import (
     ALIVE,
     ATTACHED,
     OVER,
+    Answer,
+    Batch,
+    Beat,
     Directive,
     Effect,
     Event,
     Heartbeat,
     Key,
+    RejectedError,
     RoleSpec,
     Rules,
     WorkerStatus,
@@ -44,7 +48,7 @@ class FakeMember:
     def sends(self, **changes: Any) -> None:
         """Send a heartbeat, with `changes` from now on."""
         self.heartbeat = changed(self.heartbeat, **{"sequence": self.heartbeat.sequence + 1, **changes})
-        self.key = self.play.gang.receive(self.heartbeat, self.play.now)
+        self.key = self.play.receive(self.heartbeat)
 
     @property
     def directive(self) -> Directive:
@@ -86,6 +90,9 @@ class Play:
         self.disk: Literal["takes", "refuses", "hangs"] = "takes"
         self.effects: list[Effect] = []
         self.events: list[Event] = []
+        self.replies: dict[int, Answer] = {}
+        self.requests = 0
+        self.settled = False
 
     def join(self, role: str, ordinal: int | None = 0, incarnation: str = "", **changes: Any) -> FakeMember:
         """A new member, which sends its first heartbeat."""
@@ -101,20 +108,40 @@ class Play:
         """It sends nothing more."""
         self.members.remove(member)
 
+    def receive(self, heartbeat: Heartbeat) -> Key:
+        """The gang receives a heartbeat. Returns its member; raises RejectedError."""
+        self.request(Beat(heartbeat.incarnation, heartbeat.sequence, heartbeat=heartbeat))
+        members = self.gang.members.items()
+        return next(key for key, each in members if each.heartbeat.incarnation == heartbeat.incarnation)
+
+    def request(self, beat: Beat) -> int:
+        """The number of a request to the gang, whose answer will be in `replies`. Raises RejectedError."""
+        self.requests += 1
+        self.take(self.gang.receive(self.requests, beat, self.now))
+        return self.requests
+
+    def take(self, batch: Batch) -> Batch:
+        """What the gang says."""
+        self.events += batch.events
+        self.effects += [batch.effect] if batch.effect else []
+        for reply in batch.replies:
+            if isinstance(reply.answer, RejectedError):
+                raise reply.answer
+            self.replies[reply.number] = reply.answer
+        return batch
+
     def tick(self) -> None:
-        while effect := self.gang.tick(self.now):
-            self.effects.append(effect)
+        while (batch := self.take(self.gang.tick(self.now))).effect:
             if self.disk != "hangs":
-                self.gang.written(self.disk == "takes", self.now)
+                self.take(self.gang.written(self.disk == "takes", self.now))
             if self.disk != "takes":
                 break
-        self.events += self.gang.events
-        self.gang.events.clear()
+        self.settled = batch.settled
 
     def settle(self) -> None:
         """Everyone carries out its directives until they stay the same."""
         before = None
-        while before != (now := (self.gang.revision, [member.directive for member in self.members])):
+        while before != (now := (self.gang.state, [member.directive for member in self.members])):
             before = now
             for member in list(self.members):
                 member.obeys()

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rolecall.errors import FAILED, USAGE
-from rolecall.gang.member import Action, Member
+from rolecall.gang.member import RETRY_SECONDS, TICKS, Action, Batch, Member, Request
 from rolecall.gang.protocol import DETACH, FENCE, Answer, Directive, Heartbeat, Join, LostPeer, Rules, WorkerStatus
 from rolecall.messages.codec import encode
 from rolecall.rank.coordinator import MAX_BODY_BYTES
@@ -18,33 +18,59 @@ LEASE = RULES.lease
 NONE = WorkerStatus()
 
 
-def make() -> Member:
-    return Member(RULES, Heartbeat("observer", None, "x", 0), 0.0)
+class Rank:
+    """A member that has joined, and the status of its worker."""
 
+    def __init__(self, *, is_rank0: bool = False) -> None:
+        self.worker = NONE
+        self.member = Member(
+            RULES, Heartbeat("observer", None, "x", 0), lambda: self.worker, now=0.0, is_rank0=is_rank0
+        )
+        self.actions: list[Action] = []
+        self.notes: list[str] = []
+        self.batch = self.take(self.member.start(0.0))
 
-def receive(
-    member: Member,
-    kind: Any,
-    epoch: int,
-    generation: int = 0,
-    *,
-    sent_at: float = 0.0,
-    now: float = 0.0,
-    **values: Any,
-) -> bool:
-    code = FAILED if kind == "failed" else 0
-    directive = Directive(kind, **{"ordinal": 0, "epoch": epoch, "generation": generation, "code": code, **values})
-    return member.answered(member.beat(NONE), sent_at, Answer("lead", directive, members=()), now)
+    def take(self, batch: Batch) -> Batch:
+        self.batch = batch
+        self.actions += [batch.action] if batch.action else []
+        self.notes += [note.kind for note in batch.notes]
+        return batch
 
+    def sends(self, now: float = 0.0, worker: WorkerStatus | None = None) -> Request:
+        """The request that follows from news of its worker."""
+        self.worker = worker or self.worker
+        request = self.take(self.member.changed(now)).request
+        assert request is not None
+        return request
 
-def carry_out(member: Member, worker: WorkerStatus) -> list[str]:
-    """Let it act until nothing is left to do; returns the kinds of its actions."""
-    kinds = []
-    while action := member.next_action(worker):
-        kinds.append(action.kind)
-        worker = after(action, worker)
-        member.action_done(action)
-    return kinds
+    def receive(
+        self, kind: Any, epoch: int, generation: int = 0, *, sent_at: float = 0.0, now: float = 0.0, **values: Any
+    ) -> Batch:
+        """A request gets a directive."""
+        code = FAILED if kind == "failed" else 0
+        directive = Directive(kind, **{"ordinal": 0, "epoch": epoch, "generation": generation, "code": code, **values})
+        return self.answer(Answer("lead", directive, members=()), sent_at=sent_at, now=now)
+
+    def answer(self, answer: Answer, sent_at: float = 0.0, now: float = 0.0) -> Batch:
+        return self.take(self.member.answered(self.sends(sent_at), answer, now))
+
+    def fail(self, now: float) -> Batch:
+        """A request fails."""
+        return self.take(self.member.failed(self.sends(now), "no route", now))
+
+    def tick(self, now: float, heard_at: float | None = None) -> str:
+        """What becomes of the worker."""
+        return self.take(self.member.tick(now, heard_at)).worker
+
+    def carry_out(self) -> list[str]:
+        """Acts until nothing is left to do; returns the kinds of its actions."""
+        kinds = []
+        while self.actions:
+            action = self.actions.pop()
+            kinds.append(action.kind)
+            self.worker = after(action, self.worker)
+            self.take(self.member.done(action, 0.0))
+        return kinds
 
 
 def after(action: Action, worker: WorkerStatus) -> WorkerStatus:
@@ -117,143 +143,180 @@ ACTIONS: dict[str, Script] = {
 
 @pytest.mark.parametrize("script", ACTIONS.values(), ids=ACTIONS)
 def test_what_a_member_does_with_its_worker(script: Script) -> None:
-    member = make()
-    assert carry_out(member, NONE) == []
+    rank = Rank()
     for epoch, (kind, values, worker, actions) in enumerate(script, 2):
-        receive(member, kind, epoch, **values)
-        assert carry_out(member, worker) == actions
+        rank.worker = worker
+        rank.receive(kind, epoch, **values)
+        assert rank.carry_out() == actions
 
 
 @pytest.mark.parametrize("kind", ["run", "load"])
 def test_worker_of_another_place_is_ended(kind: str) -> None:
-    member = make()
-    receive(member, "load", 2, 1, join=1, ordinal=1)
-    carry_out(member, NONE)
-    receive(member, kind, 3, 1, join=1, ordinal=2, stays=True)
-    actions = carry_out(member, WorkerStatus(1, "ready", join=1))
-    assert actions[0] == "end"
+    rank = Rank()
+    rank.receive("load", 2, 1, join=1, ordinal=1)
+    rank.carry_out()
+    rank.worker = WorkerStatus(1, "ready", join=1)
+    rank.receive(kind, 3, 1, join=1, ordinal=2, stays=True)
+    assert rank.carry_out()[0] == "end"
+    assert rank.notes == ["placed", "placed"]
     if kind == "run":  # the gang gives another number to one that is to load
-        receive(member, kind, 4, 2, ordinal=2, stays=True)
-        assert carry_out(member, WorkerStatus(1, "ended", join=1)) == ["start"]
+        rank.worker = WorkerStatus(1, "ended", join=1)
+        rank.receive(kind, 4, 2, ordinal=2, stays=True)
+        assert rank.carry_out() == ["start"]
 
 
 def test_worker_that_stays_leaves_its_generation_before_the_fence() -> None:
-    member = make()
-    receive(member, "run", 2, 1, stays=True)
-    assert member.tick(LEASE * DETACH, None) == ""
-    assert member.tick(LEASE * DETACH + 0.1, None) == "detach"
-    assert member.tick(LEASE * DETACH + 0.2, None, attached=False) == ""
-    assert member.tick(LEASE * FENCE + 0.1, None) == "stopped"
-    assert member.tick(LEASE * FENCE + 0.2, None, attached=False) == ""
-    receive(member, "run", 3, 2)
-    assert member.tick(LEASE * DETACH + 0.1, None) == ""
-    assert member.tick(LEASE * FENCE + 0.1, None) == "stopped"
+    rank = Rank()
+    rank.receive("run", 2, 1, stays=True)
+    rank.worker = running = WorkerStatus(1, "running")
+    assert rank.tick(LEASE * DETACH) == ""
+    assert rank.tick(LEASE * DETACH + 0.1) == "detach"
+    rank.worker = LEFT
+    assert rank.tick(LEASE * DETACH + 0.2) == ""
+    rank.worker = running
+    assert rank.tick(LEASE * FENCE + 0.1) == "stopped"
+    rank.worker = LEFT
+    assert rank.tick(LEASE * FENCE + 0.2) == ""
+    rank.receive("run", 3, 2)
+    rank.worker = running
+    assert rank.tick(LEASE * DETACH + 0.1) == ""
+    assert rank.tick(LEASE * FENCE + 0.1) == "stopped"
 
 
 def test_list_of_members_is_asked_for_when_it_has_grown() -> None:
-    member, two, three = make(), (("observer", ((0, 1),)),), (("observer", ((0, 2),)),)
-    assert member.answered(member.beat(NONE), 0, Answer("lead", Directive("run", 0, 2, 1, listed=2), members=two), 0)
-    later = Directive("run", 0, 3, 1, listed=2, lost=())
-    assert member.answered(member.beat(NONE), 0, Answer("lead", later), 0)
+    rank, two, three = Rank(), (("observer", ((0, 1),)),), (("observer", ((0, 2),)),)
+    rank.answer(Answer("lead", Directive("run", 0, 2, 1, listed=2), members=two))
+    rank.answer(Answer("lead", Directive("run", 0, 3, 1, listed=2, lost=())))
+    assert rank.member.retries == 0
     joined = Directive("run", 0, 4, 1, listed=3, joined=(Join("observer", 2, 1),))
-    assert not member.answered(member.beat(NONE), 0, Answer("lead", joined), 0)
-    assert member.answered(member.beat(NONE), 0, Answer("lead", joined, members=three), 0)
-    assert member.directive
-    assert member.directive.members == (("observer", 0), ("observer", 1), ("observer", 2))
+    rank.answer(Answer("lead", joined))
+    assert rank.member.retries == 1
+    rank.answer(Answer("lead", joined, members=three))
+    assert rank.member.retries == 0
+    assert rank.member.directive
+    assert rank.member.directive.members == (("observer", 0), ("observer", 1), ("observer", 2))
 
 
 def test_directive_is_carried_out_wholly_before_the_next() -> None:
-    member, old = make(), WorkerStatus(1, "running")
-    receive(member, "run", 2, 2)
-    end = member.next_action(old)
+    rank = Rank()
+    rank.worker = WorkerStatus(1, "running")
+    rank.receive("run", 2, 2)
+    (end,) = rank.actions
     assert end == Action("end", Directive("run", 0, 2, 2))
-    receive(member, "stop", 3)
-    assert member.next_action(old) is None
-    member.action_done(end)
-    assert member.heartbeat(old).epoch == 0  # it is carried out in part
-    start = member.next_action(WorkerStatus(1, "ended"))
-    assert start == Action("start", Directive("run", 0, 2, 2))
-    member.action_done(start)
-    assert member.heartbeat(old).epoch == 2
-    assert carry_out(member, WorkerStatus(2, "joining")) == ["end"]
-    assert member.heartbeat(old).epoch == 3
+    assert rank.receive("stop", 3).action is None
+    rank.worker = WorkerStatus(1, "ended")
+    batch = rank.member.done(end, 0.0)
+    assert epoch_of(batch.request) == 0  # it is carried out in part
+    assert batch.action == Action("start", Directive("run", 0, 2, 2))
+    rank.worker = WorkerStatus(2, "joining")
+    batch = rank.member.done(batch.action, 0.0)
+    assert epoch_of(batch.request) == 2
+    assert batch.action is not None
+    assert batch.action.kind == "end"
+    assert epoch_of(rank.member.done(batch.action, 0.0).request) == 3
+
+
+def epoch_of(request: Request | None) -> int:
+    assert request is not None
+    assert request.beat.heartbeat is not None
+    return request.beat.heartbeat.epoch
 
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_drain_in_the_first_directive_is_passed_on(drain: bool) -> None:
-    member = make()
-    receive(member, "run", 2, 1, drain=drain)
-    assert carry_out(member, NONE) == (["start", "update"] if drain else ["start"])
-    assert member.heartbeat(WorkerStatus(1, "joining")).epoch == 2
-    assert carry_out(member, WorkerStatus(1, "joining")) == []
+    rank = Rank()
+    rank.receive("run", 2, 1, drain=drain)
+    assert rank.carry_out() == (["start", "update"] if drain else ["start"])
+    assert epoch_of(rank.batch.request) == 2
 
 
 def test_late_answer_is_ignored() -> None:
-    member = make()
-    assert not receive(member, "run", 2, 1, sent_at=1.0, now=1.1 + LEASE * FENCE)
-    assert member.directive is None
-    assert member.contact == 0
-    assert receive(member, "run", 2, 1, sent_at=1.0, now=0.9 + LEASE * FENCE)
-    assert member.contact == 1
+    rank = Rank()
+    batch = rank.receive("run", 2, 1, sent_at=1.0, now=1.1 + LEASE * FENCE)
+    assert (batch.action, rank.notes, rank.member.contact) == (None, ["unreachable"], 0)
+    batch = rank.receive("run", 2, 1, sent_at=1.0, now=0.9 + LEASE * FENCE)
+    assert batch.action is not None
+    assert rank.member.contact == 1
+
+
+def test_answer_to_an_outdated_request_only_proves_contact() -> None:
+    rank = Rank()
+    old, answer = rank.sends(1.0), Answer("lead", Directive("stop", 0, 2))
+    rank.sends(2.0)
+    assert rank.take(rank.member.answered(old, answer, 2.5)).request is None
+    assert (rank.member.contact, rank.member.directive) == (1.0, None)
+    rank.take(rank.member.answered(old, answer, 1.1 + LEASE * FENCE))
+    rank.take(rank.member.failed(old, "reset", 3.0))
+    rank.take(rank.member.refused(old, "no", 3.0))
+    assert (rank.member.contact, rank.notes, rank.batch.exit_code) == (1.0, [], None)
 
 
 def test_silent_worker_is_killed_unless_the_supervisor_was_suspended() -> None:
-    member = make()
+    rank = Rank()
     for now in range(1, 9):
-        receive(member, "run", 2, 1, sent_at=now, now=now)
-        assert member.tick(now, 1.0) == ("silent" if now > 1 + LEASE else "")
-        assert member.tick(now, None) == ""
-    receive(member, "run", 2, 1, sent_at=100, now=100)
-    assert member.tick(100, 1.0) == ""
-    assert not member.is_silent(100 + LEASE, 1.0)
-    assert member.is_silent(100.1 + LEASE, 1.0)
+        rank.receive("run", 2, 1, sent_at=now, now=now)
+        assert rank.tick(now, 1.0) == ("silent" if now > 1 + LEASE else "")
+        assert rank.tick(now) == ""
+    rank.receive("run", 2, 1, sent_at=100, now=100)
+    assert rank.tick(100, 1.0) == ""
+    assert not rank.member.is_silent(100 + LEASE, 1.0)
+    assert rank.member.is_silent(100.1 + LEASE, 1.0)
 
 
-def test_failed_request_asks_for_an_answer_at_once() -> None:
-    member = make()
-    receive(member, "run", 2, 1)
-    assert member.known == "lead:2"
-    member.failed(1.0)
-    assert (member.known, member.retries) == ("", 1)
-    receive(member, "run", 2, 1)
-    assert member.known == "lead:2"
+def test_failed_request_is_repeated_and_asks_for_an_answer_at_once() -> None:
+    rank = Rank()
+    assert rank.receive("run", 2, 1).request.beat.known == "lead:2"  # type: ignore[union-attr]
+    batch = rank.fail(1.0)
+    assert (batch.request, batch.deadline) == (None, LEASE / TICKS)
+    rank.tick(1.0)
+    assert rank.batch.deadline == 1.0 + RETRY_SECONDS
+    rank.tick(rank.batch.deadline)
+    assert rank.batch.request is not None
+    assert rank.batch.request.beat.known == ""
+    assert rank.receive("run", 2, 1).request.beat.known == "lead:2"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("kind", "code"), [("finished", 0), ("failed", FAILED)])
 def test_member_exits_once_its_acknowledgement_is_answered(kind: str, code: int) -> None:
-    member = make()
-    receive(member, kind, 2)
-    carry_out(member, NONE)
-    assert member.acknowledged
-    assert not member.over
-    receive(member, kind, 2)
-    assert member.over
-    assert member.exit_code == code
-    assert member.exits(settled=True)
-    assert not member.exits(settled=False)  # rank 0 waits for the others
-    member.leave(1.0)
-    assert member.exits(settled=False)
+    for is_rank0 in (False, True):
+        rank = Rank(is_rank0=is_rank0)
+        rank.receive(kind, 2)
+        rank.carry_out()
+        assert rank.batch.exit_code is None
+        batch = rank.receive(kind, 2)
+        assert (batch.request, batch.exit_code, batch.exits) == (None, code, not is_rank0)
+        assert rank.tick(1.0) == ""
+        assert rank.batch.exits != is_rank0  # rank 0 waits for the others
+        assert rank.member.settled(1.0).exits
+        assert rank.member.leave("SIGTERM", 1.0).exits
+        assert rank.notes == (["placed", "failed"] if code else ["placed"])
 
 
 def test_acknowledgement_is_not_awaited_for_ever() -> None:
-    member = make()
-    receive(member, "failed", 2)
-    carry_out(member, NONE)
-    member.failed(LEASE * FENCE)
-    assert member.exit_code is None
-    member.failed(0.1 + LEASE * FENCE)
-    assert member.exit_code == FAILED
+    rank = Rank()
+    rank.receive("failed", 2)
+    rank.carry_out()
+    assert rank.fail(LEASE * FENCE).exit_code is None
+    assert rank.fail(0.1 + LEASE * FENCE).exit_code == FAILED
 
 
 def test_member_without_rank0_exits_after_rejoin_timeout() -> None:
-    member = make()
-    member.failed(RULES.rejoin_timeout + 1)
-    assert member.exit_code is None  # a pause of its own, perhaps
-    member.failed(RULES.rejoin_timeout + 2)
-    assert (member.exit_code, member.over) == (USAGE, False)
-    other = make()
-    other.refused()
-    assert (other.exit_code, other.over) == (USAGE, True)
+    rank = Rank()
+    assert rank.fail(RULES.rejoin_timeout + 1).exit_code is None  # a pause of its own, perhaps
+    assert rank.fail(RULES.rejoin_timeout + 2).exit_code == USAGE
+    assert rank.notes == ["unreachable", "retrying", "given up"]
+    rank = Rank()
+    batch = rank.take(rank.member.refused(rank.sends(), "no", 0.0))
+    assert (batch.exit_code, batch.exits, rank.notes) == (USAGE, True, ["refused"])
+    assert rank.member.changed(1.0).request is None
+
+
+def test_silence_of_rank0_is_told_now_and_then() -> None:
+    rank = Rank()
+    for now in range(100):
+        rank.fail(float(now))
+    assert [now for now, note in enumerate(rank.notes) if note != "retrying"] == [0, 31, 62, 93]
+    assert rank.notes[31] == "still unreachable"
 
 
 def test_waiting_is_bounded_across_restarts_of_rank0() -> None:
@@ -261,12 +324,13 @@ def test_waiting_is_bounded_across_restarts_of_rank0() -> None:
 
     def wait(begun: Any) -> float:
         """Rank 0 is restarted every 20 s. Returns when the member has exited: after 10,000 s at the latest."""
-        member, now = make(), 0.0
-        while member.exit_code is None and now < 10_000:
+        rank, now = Rank(), 0.0
+        while rank.batch.exit_code is None and now < 10_000:
             stop = Directive("stop", 0, 1, begun=begun(now))
-            assert member.answered(member.beat(NONE), now, Answer(f"lead {now}", stop), now)
+            rank.answer(Answer(f"lead {now}", stop), now, now)
             now += 20.0
-        assert member.exit_code in (None, USAGE)
+        assert rank.batch.exit_code in (None, USAGE)
+        assert ("abandoned" in rank.notes) == (now < 10_000)
         return now
 
     assert RULES.rejoin_timeout < wait(lambda _: 0) <= RULES.rejoin_timeout + 60
@@ -276,87 +340,88 @@ def test_waiting_is_bounded_across_restarts_of_rank0() -> None:
 
 def test_one_long_wait_under_rank0_is_rank0s_to_end() -> None:
     """It may check the settings for longer than REJOIN_TIMEOUT."""
-    member = make()
+    rank = Rank()
     for now in range(0, 5 * int(RULES.rejoin_timeout), 2):
-        receive(member, "stop", 1, sent_at=now, now=now)
-    assert member.exit_code is None
+        rank.receive("stop", 1, sent_at=now, now=now)
+    assert rank.batch.exit_code is None
 
 
 def test_leaving_member_stays_until_directed_to_leave() -> None:
-    member = make()
-    member.leave(0.0)
-    assert member.exit_code == 0  # it had not joined
-    member = make()
-    receive(member, "run", 2, 1)
-    member.leave(1.0)
-    assert member.heartbeat(NONE).leaving
-    assert member.exit_code is None
-    member.failed(LEASE / 3)
-    assert member.exit_code is None
-    receive(member, "leave", 3, sent_at=2.0, now=2.0)
-    assert carry_out(member, NONE) == ["end"]
-    assert member.exit_code == 0
+    assert Rank().member.leave("SIGTERM", 0.0).exit_code == 0  # it had not joined
+    rank = Rank()
+    rank.receive("run", 2, 1)
+    batch = rank.take(rank.member.leave("SIGTERM", 1.0))
+    assert batch.request is not None
+    assert batch.request.beat.heartbeat is not None
+    assert batch.request.beat.heartbeat.leaving
+    assert batch.exit_code is None
+    assert rank.fail(LEASE / 3).exit_code is None
+    rank.receive("leave", 3, sent_at=2.0, now=2.0)
+    assert rank.carry_out()[-1] == "end"
+    assert rank.batch.exit_code == 0
+    assert rank.notes == ["placed", "leaving", "unreachable", "left"]
 
 
 def test_leaving_member_exits_without_rank0_or_at_the_second_signal() -> None:
-    lonely, hurried, stuck = make(), make(), make()
-    for member in (lonely, hurried, stuck):
-        receive(member, "run", 2, 1)
-        member.leave(1.0)
-    lonely.failed(0.1 + LEASE / 3)
-    assert lonely.exit_code == 0  # nobody is there to drain with
-    hurried.leave(1.0)
-    assert hurried.exit_code == FAILED
+    lonely, hurried, stuck = Rank(), Rank(), Rank()
+    for rank in (lonely, hurried, stuck):
+        rank.receive("run", 2, 1)
+        rank.take(rank.member.leave("SIGTERM", 1.0))
+    assert lonely.fail(0.1 + LEASE / 3).exit_code == 0  # nobody is there to drain with
+    assert hurried.member.leave("SIGINT", 1.5).exit_code is None  # the same one
+    assert hurried.member.leave("SIGTERM", 2.0).exit_code == FAILED
     deadline = 1.0 + RULES.drain_timeout + LEASE / 2
-    stuck.tick(deadline, None)
-    assert stuck.exit_code is None
-    stuck.tick(deadline + 0.1, None)
-    assert stuck.exit_code == FAILED
+    stuck.tick(deadline)
+    assert stuck.batch.exit_code is None
+    stuck.tick(deadline + 0.1)
+    assert (stuck.batch.exit_code, stuck.notes) == (FAILED, ["placed", "leaving", "not drained"])
 
 
 def test_leaving_member_waits_while_rank0_is_busy() -> None:
-    member = make()
-    receive(member, "run", 2, 1)
-    member.leave(1.0)
+    rank = Rank()
+    rank.receive("run", 2, 1)
+    rank.member.leave("SIGTERM", 1.0)
     deadline = 1.0 + RULES.drain_timeout + LEASE / 2
-    member.tick(2.0, None)
-    busy = Directive("run", 0, 3, 1, busy=True)
-    member.answered(member.beat(NONE), 2.0, Answer("lead", busy, members=()), 2.0)
+    rank.tick(2.0)
+    rank.receive("run", 3, 1, sent_at=2.0, now=2.0, busy=True)
     for now in range(3, 203):
-        member.tick(float(now), None)
-    member.answered(member.beat(NONE), 202.0, Answer("lead", Directive("run", 0, 4, 1), members=()), 202.0)
-    member.tick(deadline + 200, None)
-    assert member.exit_code is None
-    member.tick(deadline + 200.1, None)
-    assert member.exit_code == FAILED
+        rank.tick(float(now))
+    rank.receive("run", 4, 1, sent_at=202.0, now=202.0)
+    rank.tick(deadline + 200)
+    assert rank.batch.exit_code is None
+    rank.tick(deadline + 200.1)
+    assert rank.batch.exit_code == FAILED
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_any_number_of_losses_fits_into_heartbeats(together: bool) -> None:
     """Each is told once, all at once or one by one; again only if the answer did not come."""
-    member, told = make(), list[LostPeer]()
+    rank, told = Rank(), list[LostPeer]()
+
+    def tells(worker: WorkerStatus | None = None) -> tuple[LostPeer, ...]:
+        beat = rank.sends(worker=worker).beat
+        assert len(encode(beat)) < MAX_BODY_BYTES / 2
+        assert beat.heartbeat is not None
+        return beat.heartbeat.worker.lost_peers
+
     losses = tuple(LostPeer(Join("observer", ordinal, 7 * ordinal)) for ordinal in range(5000))
     for number in range(0, len(losses) + 1, len(losses) if together else 100):
-        worker = WorkerStatus(1, "running", lost_peers=losses[:number])
+        rank.worker = WorkerStatus(1, "running", lost_peers=losses[:number])
         while len(told) < number:
-            beat = member.beat(worker)
-            assert len(encode(beat)) < MAX_BODY_BYTES / 2
-            assert beat.heartbeat is not None
+            new = tells()
             if len(told) == 1000:
-                member.failed(1.0)
-                assert member.beat(worker).heartbeat.worker == beat.heartbeat.worker  # type: ignore[union-attr]
-            told += beat.heartbeat.worker.lost_peers
-            assert member.answered(beat, 0.0, Answer("lead", Directive("run", 0, 2, 1), members=()), 0.0)
-            assert bool(member.beat(worker).heartbeat.worker.lost_peers) == (len(told) < number)  # type: ignore[union-attr]
+                rank.fail(1.0)
+                assert tells() == new
+            told += new
+            rank.receive("run", 2, 1)
+            assert bool(tells()) == (len(told) < number)
     assert tuple(told) == losses
-    beat = member.beat(replace(worker, generation=2, lost_peers=losses[:1]))
-    assert beat.heartbeat is not None
-    assert beat.heartbeat.worker.lost_peers == losses[:1]  # of another generation
+    assert tells(replace(rank.worker, generation=2, lost_peers=losses[:1])) == losses[:1]  # of another generation
 
 
 def test_answer_is_not_awaited_while_more_losses_are_to_be_told() -> None:
-    member = make()
-    receive(member, "run", 2, 1)
+    rank = Rank()
+    rank.receive("run", 2, 1)
     losses = tuple(LostPeer(Join("observer", ordinal)) for ordinal in range(5000))
-    assert member.beat(WorkerStatus(1, "running", lost_peers=losses)).known == ""
-    assert member.beat(WorkerStatus(1, "running", lost_peers=losses[:1])).known == "lead:2"
+    assert rank.sends(worker=WorkerStatus(1, "running", lost_peers=losses)).beat.known == ""
+    assert rank.sends(worker=WorkerStatus(1, "running", lost_peers=losses[:1])).beat.known == "lead:2"

@@ -99,7 +99,7 @@ class World:
             "beat": self.beat,
             "end": self.end,
             "gone": lambda name: self.play.leaves(self.named[name]),
-            "crash": lambda name: self.play.gang.crashed(place_of(name), self.play.now),
+            "crash": lambda name: self.play.take(self.play.gang.crashed(place_of(name), self.play.now)),
             "wait": self.wait,
             "sleep": lambda seconds: self.play.sleep(float(seconds.rstrip("s"))),
             "tick": lambda: None,
@@ -109,7 +109,7 @@ class World:
         }
         self.questions: dict[str, Callable[[], str]] = {
             "missing": lambda: "; ".join(self.play.gang.missing(self.play.now)) or "nothing",
-            "settled": lambda: str(self.play.gang.settled(self.play.now)).lower(),
+            "settled": lambda: str(self.play.settled).lower(),
             "counts": lambda: ", ".join(
                 "{} {}/{}/{}".format(role, *self.play.gang.counts(role, self.play.now)) for role in self.play.gang.roles
             ),
@@ -181,7 +181,7 @@ class World:
     def set_disk(self, what: str) -> None:
         self.play.disk = next(each for each in get_args(Disk) if each == what)
         if what == "takes":
-            self.play.gang.written(True, self.play.now)
+            self.play.take(self.play.gang.written(True, self.play.now))
 
     # ---- output
 
@@ -206,7 +206,8 @@ class World:
             lines += [line] if (line := f"disk {play.disk}: {written(effect)}") not in lines else []
         for event in (event for event in play.events[self.events :] if event.kind != "generation"):
             details = ", ".join(f"{name}={value}" for name, value in event.details().items())
-            lines.append(f"{play.now:g}s {event.kind}{': ' if details else ''}{details}")
+            line = f"{play.now:g}s {event.kind}{': ' if details else ''}{details}"
+            lines += [line] if event.kind != "waiting" or line not in lines else []
         self.effects, self.events = len(play.effects), len(play.events)
         if play.gang.state != self.state:
             lines += [f"{play.now:g}s {self.state} -> {play.gang.state}"] if self.state else []

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from rolecall.gang.directives import MAX_RANGES_IN_TEXT, name_of_directive, pack, text_of, unpack
 from rolecall.gang.gang import Gang
 from rolecall.gang.generation import Generation
-from rolecall.gang.member import Member
 from rolecall.gang.protocol import (
     Answer,
     Beat,
@@ -26,7 +25,8 @@ from rolecall.gang.protocol import (
 )
 from rolecall.messages.codec import decode, encode
 from rolecall.rank.coordinator import MAX_BODY_BYTES
-from tests.gang.gangs import FIRST, RL, RULES, Play, trains
+from tests.gang.gangs import FIRST, RL, RULES, FakeMember, Play, trains
+from tests.gang.test_member import Rank
 
 KEYS = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 50)))
 NONE = WorkerStatus()
@@ -57,8 +57,8 @@ def test_ranges() -> None:
 
 
 def test_a_beat_that_changes_nothing_is_small() -> None:
-    member = joined()
-    body = encode(member.beat(NONE))
+    _, beat = joined()
+    body = encode(beat)
     assert len(body) < 150
     assert decode(Beat, body).heartbeat is None
     assert len(encode(Answer())) == 1
@@ -77,44 +77,42 @@ def test_directive_to_3000_ranks_is_small() -> None:
 # ---- the member
 
 
-def joined(lead: str = FIRST) -> Member:
-    """A member that runs in generation 1 of two."""
-    member = Member(RULES, Heartbeat("observer", 0, "x", 0), 0.0)
+def joined() -> tuple[Rank, Beat]:
+    """A member that runs in generation 1 of two, and its next beat."""
+    rank = Rank()
     directive = Directive("run", 0, 3, 1, role="observer", listed=2)
-    assert member.answered(
-        member.beat(NONE), 0.0, Answer(lead, directive, (("agent", ((0, 0),)), ("observer", ((0, 0),)))), 0.0
-    )
-    return member
+    batch = rank.answer(Answer(FIRST, directive, (("agent", ((0, 0),)), ("observer", ((0, 0),)))))
+    assert batch.request is not None
+    return rank, batch.request.beat
 
 
 def test_member_sends_only_a_changed_heartbeat() -> None:
-    member = joined()
-    beat = member.beat(NONE)
-    assert (beat.heartbeat, beat.since, beat.known, beat.listed) == (None, 1, "first:3", "first:1:2")
-    assert member.answered(beat, 1.0, Answer(), 1.0)
-    running = WorkerStatus(1, "running")
-    changed = member.beat(running)
-    assert changed.heartbeat is not None
-    assert member.beat(running).heartbeat is not None  # it was not answered yet
-    assert member.answered(changed, 2.0, Answer(), 2.0)
-    assert member.beat(running).since == changed.sequence
-    member.failed(3.0)
-    assert member.beat(running).heartbeat is not None  # the next coordinator may be another
+    rank, beat = joined()
+    assert (beat.heartbeat, beat.since, beat.known, beat.listed) == (None, 2, "first:3", "first:1:2")
+    rank.answer(Answer(), 1.0, 1.0)
+    assert rank.sends(worker=WorkerStatus(1, "running")).beat.heartbeat is not None
+    changed = rank.sends()
+    assert changed.beat.heartbeat is not None  # it was not answered yet
+    rank.take(rank.member.answered(changed, Answer(), 2.0))
+    assert rank.sends().beat.since == changed.beat.sequence
+    rank.fail(3.0)
+    assert rank.sends().beat.heartbeat is not None  # the next coordinator may be another
 
 
 def test_request_for_the_whole_heartbeat_renews_no_lease() -> None:
-    member = joined()
-    beat = member.beat(NONE)
-    assert member.answered(beat, 5.0, Answer(again=True), 5.0)
-    assert member.contact == 0.0
-    whole = member.beat(NONE)
-    assert whole.heartbeat is not None
-    assert not member.answered(whole, 5.0, Answer(again=True), 5.0)  # no endless loop: that is a failure
+    rank, _ = joined()
+    whole = rank.answer(Answer(again=True), 5.0, 5.0).request
+    assert rank.member.contact == 0.0
+    assert whole is not None
+    assert whole.beat.heartbeat is not None
+    rank.take(rank.member.answered(whole, Answer(again=True), 5.0))
+    assert rank.member.retries == 1  # no endless loop
 
 
 def test_empty_answer_needs_a_known_directive() -> None:
-    member = Member(RULES, Heartbeat("observer", 0, "x", 0), 0.0)
-    assert not member.answered(member.beat(NONE), 0.0, Answer(), 0.0)
+    rank = Rank()
+    rank.answer(Answer())
+    assert rank.member.retries == 1
 
 
 # ---- the gang
@@ -123,40 +121,71 @@ def test_empty_answer_needs_a_known_directive() -> None:
 def test_a_heartbeat_that_holds_is_renewed_by_its_number() -> None:
     play, (_, one, _) = trains()
     incarnation, sequence = one.heartbeat.incarnation, one.heartbeat.sequence
-    assert play.gang.receive_beat(Beat(incarnation, sequence + 1, sequence), 4.0) == one.key
+    play.now = 4.0
+    play.request(Beat(incarnation, sequence + 1, sequence))
     assert play.gang.members[one.key].received_at == 4.0
     assert next(reversed(play.gang.members)) == one.key
-    assert play.gang.receive_beat(Beat(incarnation, sequence + 1, sequence), 5.0) == one.key
+    play.now = 5.0
+    play.request(Beat(incarnation, sequence + 1, sequence))
     assert play.gang.members[one.key].received_at == 4.0, "an older beat renews nothing"
 
 
 def test_a_heartbeat_that_the_gang_does_not_have_is_asked_for() -> None:
     play, (_, one, _) = trains()
     incarnation, sequence = one.heartbeat.incarnation, one.heartbeat.sequence
-    assert play.gang.receive_beat(Beat(incarnation, sequence + 2, sequence - 1), 1.0) is None
-    assert play.gang.receive_beat(Beat("another", 1, 0), 1.0) is None
+    play.now = 1.0
+    assert play.replies[play.request(Beat(incarnation, sequence + 2, sequence - 1))].again
+    assert play.replies[play.request(Beat("another", 1, 0))].again
     assert play.gang.members[one.key].received_at == 0.0
-    new = Gang(RL, RULES, "second", 0.0)
-    assert new.receive_beat(Beat(incarnation, sequence + 1, sequence), 1.0) is None
+    new = Play(RL)
+    assert new.replies[new.request(Beat(incarnation, sequence + 1, sequence))].again
     play.join("observer", one.key[1], "its-successor")
-    assert play.gang.receive_beat(Beat(incarnation, sequence + 1, sequence), 1.0) is None
+    assert play.replies[play.request(Beat(incarnation, sequence + 1, sequence))].again
+
+
+def known(play: Play, member: FakeMember) -> Beat:
+    """What `member` sends if nothing has changed for it."""
+    heartbeat = member.heartbeat
+    name = name_of_directive(FIRST, member.directive)
+    return Beat(heartbeat.incarnation, heartbeat.sequence + 1, heartbeat.sequence, known=name)
 
 
 def test_a_request_waits_until_the_directive_differs_or_for_a_while() -> None:
     play, (agent, *_) = trains()
-    new, asked = Beat("first", 1), play.now
-    answer = play.gang.answer_if_due(agent.key, new, asked, play.now)
-    assert answer is not None
-    assert answer.directive is not None
-    known = replace(new, known=name_of_directive(answer.coordinator, answer.directive))
-    assert play.gang.answer_if_due(agent.key, known, asked, play.now) is None
-    assert play.gang.answer_if_due(agent.key, known, asked, play.gang.answer_by(asked)) == Answer()
-    agent.ends("killed")
+    assert play.replies[play.request(replace(known(play, agent), known=""))].directive is not None
+    waiting = play.request(known(play, agent))
     play.tick()
-    answer = play.gang.answer_if_due(agent.key, known, asked, play.now)
-    assert answer is not None
-    assert answer.directive is not None
-    assert answer.directive.kind == "stop"
+    assert waiting not in play.replies
+    play.now += RULES.lease / 6
+    play.tick()
+    assert play.replies[waiting] == Answer()
+    waiting = play.request(known(play, agent))
+    agent.ends("killed", sequence=agent.heartbeat.sequence + 9)  # a newer request
+    assert play.replies[waiting].directive is not None
+    assert play.requests not in play.replies
+    play.tick()  # which its heartbeat has made due
+    directive = play.replies[play.requests].directive
+    assert directive is not None
+    assert directive.kind == "stop"
+
+
+def test_requests_that_wait_are_answered_by_the_tick_after_a_change() -> None:
+    play, (agent, *observers) = trains()
+    waiting = [play.request(known(play, each)) for each in observers]
+    batch = play.take(play.gang.crashed(agent.key, play.now))
+    assert (batch.replies, batch.deadline) == ((), play.now)
+    play.tick()
+    assert [play.replies[number].directive.kind for number in waiting] == ["stop", "stop"]  # type: ignore[union-attr]
+
+
+def test_requests_that_wait_are_answered_at_the_end() -> None:
+    play, (agent, one, _) = trains()
+    waiting = play.request(known(play, agent))
+    play.take(play.gang.wake(agent.key))
+    assert play.replies[waiting] == Answer()
+    waiting = play.request(known(play, agent))
+    play.take(play.gang.close())
+    assert play.replies[waiting] == play.replies[play.request(known(play, one))] == Answer()
 
 
 # ---- cost
@@ -188,14 +217,10 @@ def test_a_beat_costs_the_same_in_a_gang_of_any_size() -> None:
         last = [play.join("elastic", ordinal) for ordinal in range(members - 1)][-1]
         play.settle()
         assert play.gang.state == "running"
-        answer = play.gang.answer(last.key, Beat("x", 1))
-        assert answer.directive is not None
-        known, number = name_of_directive(answer.coordinator, answer.directive), last.heartbeat.sequence
-        beat = Beat(last.heartbeat.incarnation, number + 1, number, known=known)
+        beat = known(play, last)
 
-        def once(gang: Gang = play.gang, beat: Beat = beat, key: Key = last.key) -> None:
-            assert gang.receive_beat(beat, 0.5) == key
-            assert gang.answer_if_due(key, beat, 0.5, 0.5) is None
+        def once(gang: Gang = play.gang, beat: Beat = beat) -> None:
+            assert not gang.receive(0, beat, 0.5).replies
 
         costs.append(calls(once))
     assert costs[0] == costs[1]
@@ -205,5 +230,6 @@ def test_joining_costs_each_the_same() -> None:
     play = Play(crowd(300))
     play.join("lead")
     heartbeats = [Heartbeat("elastic", None, f"{n}", 1, node=f"node-{n}") for n in range(299)]
-    costs = [calls(lambda heartbeat=heartbeat: play.gang.receive(heartbeat, 0.0)) for heartbeat in heartbeats]  # type: ignore[misc]
+    beats = [Beat(heartbeat.incarnation, 1, heartbeat=heartbeat) for heartbeat in heartbeats]
+    costs = [calls(lambda beat=beat: play.gang.receive(0, beat, 0.0)) for beat in beats]  # type: ignore[misc]
     assert max(costs) <= costs[0] + 2

@@ -69,7 +69,7 @@ MUTATIONS = {
 
 def mutant(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> Code:
     """The code under test, with `before` replaced by `after` in one of its modules."""
-    names = ("budget", "roster", "directives", "admission", "generation", "gang", "member")
+    names = ("budget", "roster", "directives", "admission", "generation", "requests", "ending", "gang", "member")
     sources = {name: (Path(rolecall.gang.__file__).parent / f"{name}.py").read_text() for name in names}
     assert sum(source.count(before) for source in sources.values()) == 1, f"{before!r} is not there, or twice"
     modules = {}

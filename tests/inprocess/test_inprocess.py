@@ -31,6 +31,8 @@ LIMITS = ("lease_seconds", "rpc_timeout", "connect_timeout", "phase_timeout", "s
 def leaves_no_thread() -> Iterator[None]:
     before = threads()
     yield
+    for thread in threads() - before:
+        thread.join(30)  # the disk's has ended, or is about to
     assert threads() - before == set()
 
 

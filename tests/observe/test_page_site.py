@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
-from rolecall.gang.protocol import Heartbeat, Key, WorkerStatus
+from rolecall.gang.protocol import Beat, Heartbeat, Key, WorkerStatus
 from rolecall.messages.queries import Question
 from rolecall.rank import site
 from rolecall.rank.coordinator import Coordinator
@@ -90,8 +90,9 @@ def join(served: Site, phase: str) -> None:
     assert served.coordinator is not None
     status = WorkerStatus(1, "running", phase=phase)
     job = {"job": JOB.identity, "digest": JOB.agreement(served.settings).digest}
-    beat = Heartbeat("agent", 0, "first", 1 + len(phase), node="here", worker=status, **job)
-    served.coordinator.gang.receive(beat, time.monotonic())
+    heartbeat = Heartbeat("agent", 0, "first", 1 + len(phase), node="here", worker=status, **job)
+    beat = Beat("first", heartbeat.sequence, heartbeat=heartbeat)
+    served.coordinator.gang.receive(heartbeat.sequence, beat, time.monotonic())
 
 
 def test_page_is_served_as_html_and_json(tmp_path: Path) -> None:

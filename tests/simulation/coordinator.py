@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rolecall.gang.protocol import OVER, Answer, Effect, Key, RejectedError
+from rolecall.gang.protocol import OVER, Batch, Effect, Key, RejectedError
 from tests.simulation.kills import kill_rank
 from tests.simulation.network import Post
-from tests.simulation.rules import HANGING, NAP, TICK
+from tests.simulation.rules import HANGING, NAP
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -36,32 +35,30 @@ class Coordinator:
         disk.budget = budget
         simulation.leads = [lead for lead in simulation.leads if not lead.owner.dead] + [self]
         self.phase = ""
-        self.waiting: dict[Key, tuple[Post, float]] = {}  # with the time of their arrival
-        self.revision, self.generation = self.gang.revision, self.gang.generation
+        self.posts: dict[int, Post] = {}  # those that wait, by number
+        self.requests = 0
+        self.deadline = float("inf")
+        self.members: list[Key] = []
+        self.generation = self.gang.generation
         self.numbers: dict[Key, int] = {}  # of the newest part of each member
         self.awake_since = self.ticked = self.gathering_since = now
         self.received_at: dict[Key, float] = {}
         self.sequences: dict[str, int] = {}
         simulation.promises.takes_over(self)
-        self.tick()
+        self.perform(self.gang.tick(now))
 
-    def tick(self) -> None:
-        self.pump()
-        self.clock.at(TICK, self.owner, self.tick)
-        self.owner.check_exit()
+    def tick(self, deadline: float) -> None:
+        if deadline == self.deadline:
+            self.perform(self.gang.tick(self.clock.now))
 
-    def pump(self) -> None:
-        self._drive(self.gang.tick)
-
-    def _drive(self, move: Callable[..., Effect | None], *arguments: Any) -> None:
-        """Let the gang move on, and follow what happens."""
+    def perform(self, batch: Batch) -> None:
+        """Do what the gang says, and follow what happens."""
         gang, promises, now = self.gang, self.simulation.promises, self.clock.now
         if now - self.ticked > NAP:
             self.awake_since = now
         self.ticked = now
-        before = list(gang.members)
-        if effect := move(*arguments, now):
-            self._write(effect)
+        if batch.effect:
+            self._write(batch.effect)
         if gang.generation is not self.generation:
             self.generation, self.numbers = gang.generation, {}
             promises.begins(self)
@@ -70,16 +67,27 @@ class Coordinator:
                 self.numbers[key] = part.number
                 promises.joins_again(key, part.number)
         self._enter()
-        for key in before:
+        for key in self.members:
             if key not in gang.members:
                 promises.given_up(key, max(self.received_at.get(key, now), self.awake_since))
-        for event in gang.events:
+        self.members = list(gang.members)
+        for event in batch.events:
             promises.happened(event)
-        gang.events.clear()
-        if gang.revision != self.revision:
-            self.revision = gang.revision
-            for key, (post, at) in list(self.waiting.items()):
-                self.answer(post, key, at)
+        for reply in batch.replies:
+            answer, post = reply.answer, self.posts.pop(reply.number)
+            if isinstance(answer, RejectedError):
+                self.simulation.network.reply(post, answer.reason)
+                continue
+            if answer.again:
+                self.simulation.story.count("whole heartbeat asked for")
+            self.simulation.network.reply(post, answer)
+        if batch.deadline <= now:
+            self.perform(gang.tick(now))
+        elif batch.deadline != self.deadline:
+            self.deadline = batch.deadline
+            self.clock.at(self.deadline - now, self.owner, self.tick, self.deadline)
+        if batch.settled and not self.owner.dead:
+            self.owner.perform(self.owner.member.settled(now))
 
     def _write(self, effect: Effect) -> None:
         """The disk's thread sets about an effect."""
@@ -100,9 +108,7 @@ class Coordinator:
         clock.at(clock.random.uniform(0, 0.01), self.owner, self._written, on_disk)
 
     def _written(self, on_disk: bool) -> None:
-        self._drive(self.gang.written, on_disk)
-        if on_disk:
-            self.pump()
+        self.perform(self.gang.written(on_disk, self.clock.now))
 
     def _finish(self, effect: Effect) -> bool:
         disk = self.simulation.disk
@@ -137,47 +143,25 @@ class Coordinator:
             self.simulation.ambushes.enter("over" if self.phase in OVER else self.phase)
 
     def crashed(self, key: Key) -> None:
-        self._drive(self.gang.crashed, key)
+        self.perform(self.gang.crashed(key, self.clock.now))
         self.simulation.story.count("crash reported")
 
     def receive(self, post: Post) -> None:
-        now, beat = self.clock.now, post.beat
+        beat = post.request.beat
         if post.sender.dead and beat.incarnation not in self.sequences:
             return  # only in a connection that was open before can something still arrive from the dead
-        try:
-            key = self.gang.receive_beat(beat, now)
-        except RejectedError as error:
-            self.simulation.network.reply(post, error.reason)
-            return
-        if key is None:
-            self.simulation.story.count("whole heartbeat asked for")
-            self.simulation.network.reply(post, Answer(again=True))
-            return
-        if beat.sequence > self.sequences.get(beat.incarnation, 0):
+        self.requests += 1
+        self.posts[self.requests] = post
+        batch = self.gang.receive(self.requests, beat, self.clock.now)
+        key, member = next(reversed(self.gang.members.items()), (None, None))
+        heard = (member.heartbeat.incarnation, member.sequence) if member else ("", 0)
+        if key and heard == (beat.incarnation, beat.sequence) and beat.sequence > self.sequences.get(heard[0], 0):
             self.sequences[beat.incarnation] = beat.sequence
-            self.received_at[key] = now
-        if before := self.waiting.pop(key, None):
-            self.simulation.network.reply(before[0], self.gang.answer(key, before[0].beat))
-        if beat.heartbeat:
-            self.pump()
-        if self.owner.dead:
-            return
-        self.waiting[key] = post, now
-        self.clock.at(self.gang.answer_by(now) - now, self.owner, self.answer, post, key, now)
-        self.answer(post, key, now)
-
-    def answer(self, post: Post, key: Key, received_at: float) -> None:
-        """Answer a request that waits, if it is to be answered now."""
-        if self.waiting.get(key) == (post, received_at):
-            answer = self.gang.answer_if_due(key, post.beat, received_at, self.clock.now)
-            if answer is not None:
-                del self.waiting[key]
-                self.simulation.network.reply(post, answer)
+            self.received_at[key] = self.clock.now
+        self.perform(batch)
 
     def close(self) -> None:
         """Rank 0 leaves; the HTTP server closes when it has answered."""
         if self.gang.state in OVER:
             self.simulation.promises.all_have_acknowledged()
-            for key, (post, _) in self.waiting.items():
-                self.simulation.network.reply(post, self.gang.answer(key, post.beat))
-            self.waiting.clear()
+            self.perform(self.gang.close())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rolecall.gang.protocol import Answer, Beat
+from rolecall.gang.member import Request
+from rolecall.gang.protocol import Answer
 from tests.simulation.rank import Rank
 
 if TYPE_CHECKING:
@@ -21,8 +22,7 @@ class Post:
     """A member's request to the coordinator."""
 
     sender: Supervisor
-    beat: Beat
-    sent_at: float
+    request: Request
 
 
 class Network:

@@ -9,7 +9,6 @@ from rolecall.gang.protocol import RoleSpec, Rules
 
 LEASE = 6.0
 WATCH = LEASE / TICKS  # how often a supervisor looks
-TICK = 0.25
 STOP = 0.1  # a worker is gone so soon after a SIGKILL
 AWAKE = WATCH + STOP
 ORPHAN = 0.3
@@ -33,6 +32,7 @@ RULES = Rules(
     max_restarts=40,
     progress_timeout=1000.0,
     longest_pause=4.0,
+    tick=0.25,
 )
 JOBS = (
     (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 2, 1, 4, True)),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rolecall.errors import USAGE
-from rolecall.gang.member import RETRY_SECONDS, Action
+from rolecall.gang.member import Action, Batch, Request
 from rolecall.gang.protocol import Answer, Directive, Heartbeat, WorkerStatus
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Post
 from tests.simulation.rank import Rank
-from tests.simulation.rules import LEASE, PATIENCE, RULES, WATCH
+from tests.simulation.rules import LEASE, PATIENCE, RULES
 from tests.simulation.worker import Worker
 
 if TYPE_CHECKING:
@@ -28,10 +28,12 @@ class Supervisor(Process):
         self.incarnation = f"{simulation.incarnations:04x}"
         role = "" if rank.unnamed else rank.role.name
         me = Heartbeat(role, rank.ordinal, self.incarnation, sequence=0, node=rank.node)
-        self.member = simulation.code.member(RULES, me, self.clock.now)
+        self.member = simulation.code.member(RULES, me, lambda: self.status, now=self.clock.now, is_rank0=rank.first)
         self.worker: Worker | None = None
         self.coordinator: Coordinator | None = None
         self.post: Post | None = None
+        self.request: Request | None = None  # to be posted
+        self.deadline = float("inf")  # of the member
         self.action: Action | None = None  # under way
         self.news = self.joined = False
         self.connected = False  # a connection to rank 0 is open
@@ -47,8 +49,7 @@ class Supervisor(Process):
             return
         self.joined = True
         self.joined_at = self.clock.now
-        self.send()
-        self.clock.at(self.clock.random.uniform(0, WATCH), self, self.tick)
+        self.perform(self.member.start(self.clock.now))
 
     def _coordinate(self) -> bool:
         """Become the coordinator, if nobody is: a process that is frozen keeps its lock, a dead one does not."""
@@ -73,59 +74,67 @@ class Supervisor(Process):
 
     # -- requests
 
+    def perform(self, batch: Batch) -> None:
+        """Do what the member says."""
+        if batch.request:
+            if not self.request:
+                self.clock.at(0, self, self.send)
+            self.request = batch.request
+        if batch.action:
+            self.clock.at(0, self, self.act, batch.action)
+        if batch.worker == "detach" and self.worker and self.worker.attached:
+            self.detach(self.worker, "rank 0 is silent")
+        elif batch.worker and self.worker and self.worker.alive:
+            self.simulation.story.log(f"{self.rank.name} kills its worker: {batch.worker}")
+            self.worker.kill(batch.worker)
+        if batch.exits and not self.dead:
+            assert batch.exit_code is not None
+            if self.coordinator:
+                self.coordinator.close()
+            self.exit(batch.exit_code)
+        if batch.deadline != self.deadline:
+            self.deadline = batch.deadline
+            self.clock.at(max(0.0, self.deadline - self.clock.now), self, self.tick, self.deadline)
+
     def send_soon(self) -> None:
         """There is something new to report."""
         if self.joined and not self.news:
             self.news = True
-            self.clock.at(0, self, self.send)
+            self.clock.at(0, self, self.changed)
+
+    def changed(self) -> None:
+        self.news = False
+        self.perform(self.member.changed(self.clock.now))
 
     def send(self) -> None:
-        self.news = False
-        if self.member.over:
-            return
-        beat = self.member.beat(self.status)
-        if beat.heartbeat:
-            self.simulation.promises.obeys(self, beat.heartbeat)
-        self.post = Post(self, beat, self.clock.now)
+        request, self.request = self.request, None
+        assert request is not None
+        if request.beat.heartbeat:
+            self.simulation.promises.obeys(self, request.beat.heartbeat)
+        self.post = Post(self, request)
         self.clock.at(LEASE / 2, self, self.failed, self.post)
         self.simulation.network.send(self.post)
 
     def answered(self, post: Post, answer: Answer | str) -> None:
-        if post is not self.post:
-            return
-        self.connected = True
-        if answer == "full":
-            self.failed(post)
-        elif isinstance(answer, str):
+        newest, self.connected = post is self.post, True
+        if newest:
+            self.post = None
+        if isinstance(answer, Answer):
+            self.perform(self.member.answered(post.request, answer, self.clock.now))
+        elif answer == "full":
+            self.perform(self.member.failed(post.request, answer, self.clock.now))
+        elif newest:
             self.simulation.refused(self.rank, answer)
-            self.member.refused()
-            self.check_exit()
-        elif self.member.answered(post.beat, post.sent_at, answer, self.clock.now):
-            self.clock.at(0, self, self.act)
-            self.check_exit()
-            if not self.dead:
-                self.send()
-        else:
-            self.failed(post)
+            self.perform(self.member.refused(post.request, answer, self.clock.now))
 
     def failed(self, post: Post) -> None:
-        if post is not self.post:
-            return
-        self.post, self.connected = None, False
-        self.member.failed(self.clock.now)
-        self.clock.at(RETRY_SECONDS, self, self.retry, self.member.retries)
-        self.check_exit()
-
-    def retry(self, retries: int) -> None:
-        if self.post is None and retries == self.member.retries:
-            self.send()
+        if post is self.post:
+            self.post, self.connected = None, False
+            self.perform(self.member.failed(post.request, "", self.clock.now))
 
     # -- actions
 
-    def act(self) -> None:
-        action = self.member.next_action(self.status)
-        if action is None:
-            return
+    def act(self, action: Action) -> None:
         self.action, directive, worker = action, action.directive, self.worker
         match action.kind:
             case "start" | "load":
@@ -172,11 +181,8 @@ class Supervisor(Process):
 
     def acted(self) -> None:
         assert self.action is not None
-        self.member.action_done(self.action)
-        self.action = None
-        self.send_soon()
-        self.clock.at(0, self, self.act)
-        self.check_exit()
+        action, self.action = self.action, None
+        self.perform(self.member.done(action, self.clock.now))
 
     def worker_forked(self, worker: Worker) -> None:
         if worker is self.worker and self.action and self.action.kind in ("start", "load"):
@@ -190,29 +196,13 @@ class Supervisor(Process):
 
     # -- time and the end
 
-    def tick(self) -> None:
-        heartbeat = self.worker.last_heartbeat if self.worker else None
-        outcome = self.member.tick(self.clock.now, heartbeat, self.worker is not None and self.worker.attached)
-        if outcome == "detach" and self.worker and self.worker.attached:
-            self.detach(self.worker, "rank 0 is silent")
-        elif outcome and self.worker and self.worker.alive:
-            self.simulation.story.log(f"{self.rank.name} kills its worker: {outcome}")
-            self.worker.kill(outcome)
-        self.clock.at(WATCH, self, self.tick)
-        self.check_exit()
+    def tick(self, deadline: float) -> None:
+        if deadline == self.deadline:
+            heard_at = self.worker.last_heartbeat if self.worker else None
+            self.perform(self.member.tick(self.clock.now, heard_at))
 
     def leave(self) -> None:
-        self.member.leave(self.clock.now)
-        self.send_soon()
-        self.check_exit()
-
-    def check_exit(self) -> None:
-        gang = self.coordinator.gang if self.coordinator else None
-        if not self.dead and self.member.exits(gang is None or gang.settled(self.clock.now)):
-            assert self.member.exit_code is not None
-            if self.coordinator:
-                self.coordinator.close()
-            self.exit(self.member.exit_code)
+        self.perform(self.member.leave("SIGTERM", self.clock.now))
 
     def exit(self, code: int) -> None:
         if self.worker and self.worker.alive:

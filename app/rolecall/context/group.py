@@ -194,6 +194,7 @@ class Group:
         return transport
 
     def _opened(self) -> Transport:
+        self.supervision.require_alive()
         if self.session is None:
             self.attachment  # noqa: B018  waits, and says so
         elif not self._waits and not self.session.ended:

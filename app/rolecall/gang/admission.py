@@ -10,6 +10,8 @@ from rolecall.gang.directives import text_of
 from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, Event, Key, RoleSpec, Rules, Verdict, name_of
 from rolecall.gang.roster import MemberRecord, Members
 
+TELL_SECONDS = 10.0  # between two events that tell what a start waits for
+
 
 class Admission:
     """Counts by role, the backoff of elastic ranks, and workers that may live on unseen.
@@ -25,7 +27,7 @@ class Admission:
         self._roles, self._rules, self._last, self._previous, self._events = roles, rules, last, previous, events
         before = {name: sum(key[0] == name for key in previous) for name in roles}
         self._wanted = {name: before[name] if role.elastic and previous else role.count for name, role in roles.items()}
-        self._fenced_at = float("-inf")
+        self._fenced_at = self._told_at = float("-inf")
         self._deaths: dict[Key, int] = {}
         self._until: dict[Key, float] = {}
         self._since: dict[Key, float] = {}  # when each joined; generations that end because of others do not count
@@ -110,6 +112,12 @@ class Admission:
         if now < self._fenced_at:
             missing.append("a rank that was replaced to end its worker")
         return missing
+
+    def tell(self, missing: list[str], since: float, now: float) -> None:
+        """An event tells what a start still waits for, `since` the gathering began, now and then."""
+        if missing and now - max(self._told_at, since) > TELL_SECONDS:
+            self._told_at = now
+            self._events.append(Event("waiting", reason=", ".join(missing)))
 
     def _is_back(self, member: MemberRecord | None) -> bool:
         """Whether this member had its place in the last generation; an assigned place may have gone to another."""

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from rolecall.errors import FAILED, USAGE
 from rolecall.gang.admission import Admission
 from rolecall.gang.budget import RestartBudget
-from rolecall.gang.directives import Epochs, name_of_directive, text_of
+from rolecall.gang.directives import Epochs, text_of
+from rolecall.gang.ending import Ending
 from rolecall.gang.generation import Drain, Generation, Part
 from rolecall.gang.protocol import (
     ACTIVE,
@@ -21,6 +22,7 @@ from rolecall.gang.protocol import (
     OVER,
     PEER_REPORT_SECONDS,
     Answer,
+    Batch,
     Beat,
     Budget,
     Cause,
@@ -31,6 +33,7 @@ from rolecall.gang.protocol import (
     Heartbeat,
     Key,
     LostPeer,
+    RejectedError,
     RoleSpec,
     Rules,
     SharedSettings,
@@ -39,6 +42,7 @@ from rolecall.gang.protocol import (
     end_of,
     name_of,
 )
+from rolecall.gang.requests import Requests
 from rolecall.gang.roster import MemberRecord, Roster, same_node
 
 
@@ -60,9 +64,9 @@ class Gang:
     | any but failed | rank 0's worker finished, and DONE is on disk | finished |
     | any but finished | bad input; or `max_failures` or the restart budget is spent, and FAILED is on disk | failed |
 
-    The caller passes heartbeats to `receive`, replies with `answer`, and calls `tick`, which returns an `Effect` to put
-    on disk; the caller reports the result by `written`. One effect is written at a time, and the gang goes on
-    meanwhile. If an effect is no longer due when it is on disk, its number is given up.
+    The driver calls a method for each event, does what the returned `Batch` says, and calls `tick` once the batch's
+    deadline has passed. It reports by `written` what became of an effect. One effect is written at a time, and the gang
+    goes on meanwhile. If an effect is no longer due when it is on disk, its number is given up.
 
     Safety rests on three rules. A generation starts only if every worker of the one before is proved to be stopped, or
     to be detached from it, or its member was silent for a lease, by which time the member has done so itself. Only a
@@ -70,7 +74,8 @@ class Gang:
     and the members of a generation, are on disk before use.
 
     `incarnation` is that of rank 0's supervisor. `last`, `previous`, `done`, `failed` and `budget` are what an earlier
-    coordinator left on disk. Ranks of another `job`, or with other `settings`, are refused. Times are in seconds.
+    coordinator left on disk. Ranks of another `job`, or with other `settings`, are refused. While rank 0 is `checking`
+    the settings, members wait, and that time does not count. Times are in seconds.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Gang:
         budget: Budget | None = None,
         job: str = "",
         settings: SharedSettings | None = None,
+        checking: bool = False,
     ) -> None:
         self.roles = {role.name: role for role in roles}
         self.rules, self.incarnation = rules, incarnation
@@ -98,33 +104,56 @@ class Gang:
         self.since = now  # when it entered `state`
         self.reason, self.code, self.final = (failed.reason, failed.code, failed.final) if failed else ("", 0, False)
         self.summary = done or {}
-        self.events: list[Event] = []
+        self.requests = Requests(rules, incarnation, self.directive, self._answer)
+        self._events: list[Event] = []
         self._roster = Roster(self.roles, self.rank0, incarnation, job, settings or SharedSettings())
-        self._admission = Admission(self.roles, rules, last, previous, self.events)
+        self._admission = Admission(self.roles, rules, last, previous, self._events)
         self._budget = RestartBudget(rules, budget or Budget(), now)
         self._epochs = Epochs()
-        everyone = {(role.name, ordinal) for role in roles for ordinal in range(role.count)}
-        self._uninformed = everyone if self.state in OVER else set[Key]()  # may not know how the job ended
+        self._ending = Ending(rules, roles)
         self._leavers: set[Key] = set()
-        self._ticked, self._resumed_at = now, float("-inf")
-        self._finishing = False  # rank 0's worker has finished; DONE is not on disk
-        self._verdict: Verdict | None = None  # FAILED is not on disk
         self._writing: Effect | None = None
-        self._writing_since = now
+        self._ticked = self._tick_at = self._writing_since = now
+        self._checking = checking
 
-    # ---- heartbeats in
+    # ---- requests
 
-    def receive_beat(self, beat: Beat, now: float) -> Key | None:
-        """Takes `beat`. Returns its member's key; None if the gang does not have the heartbeat that the beat renews.
-        Raises RejectedError."""
-        if beat.heartbeat is not None:
-            return self.receive(beat.heartbeat, now)
+    def receive(self, number: int, beat: Beat, now: float) -> Batch:
+        """The request `number` of a member. One that brings a heartbeat makes a tick due."""
+        try:
+            key = self._take(beat.heartbeat, now) if beat.heartbeat else self._renew(beat, now)
+        except RejectedError as error:
+            self.requests.refuse(number, error)
+            return self._batch()
+        self.requests.add(number, key, beat, now)
+        return self._batch(now if beat.heartbeat else None)
+
+    def wake(self, key: Key) -> Batch:
+        """The member `key` is to be answered now: its driver has a query for it."""
+        self.requests.answer(key)
+        return self._batch()
+
+    def close(self) -> Batch:
+        """Rank 0 ends."""
+        self.requests.close()
+        return self._batch()
+
+    def _batch(self, tick_at: float | None = None, effect: Effect | None = None, *, settled: bool = False) -> Batch:
+        self._tick_at = self._tick_at if tick_at is None else tick_at
+        events = tuple(self._events)
+        self._events.clear()
+        return Batch(self.requests.replies(), effect, events, self._tick_at, settled)
+
+    # ---- heartbeats
+
+    def _renew(self, beat: Beat, now: float) -> Key | None:
+        """Takes a beat whose heartbeat holds. Returns its member's key; None if the gang does not have that one."""
         key = self._roster.renewed(beat, self.members)
         if key and beat.sequence > self.members[key].sequence:
             self._hear(key, self.members[key], beat.sequence, now)
         return key
 
-    def receive(self, heartbeat: Heartbeat, now: float) -> Key:
+    def _take(self, heartbeat: Heartbeat, now: float) -> Key:
         """Takes a member's heartbeat. Returns the member's key. Raises RejectedError."""
         key = self._roster.place(heartbeat, self.members)
         member = self.members.get(key)
@@ -154,11 +183,8 @@ class Gang:
         self.members.move_to_end(key)
         heartbeat = member.heartbeat
         if self.state in OVER:
-            if heartbeat.acknowledged or heartbeat.leaving:
-                self._uninformed.discard(key)
-            else:
-                self._uninformed.add(key)
-        elif self.state in ACTIVE and heartbeat.worker.generation == self.generation.number and not self._closing:
+            self._ending.hear(key, heartbeat)
+        elif self.state in ACTIVE and heartbeat.worker.generation == self.generation.number and not self._ending.effect:
             self._judge(key, heartbeat, now)
 
     def _replace(self, key: Key, member: MemberRecord, heartbeat: Heartbeat, now: float) -> None:
@@ -168,17 +194,18 @@ class Gang:
         if works and not same_node(member.heartbeat, heartbeat):
             self._admission.replaced(key, member)
 
-    def crashed(self, key: Key, now: float) -> None:
+    def crashed(self, key: Key, now: float) -> Batch:
         """The process of the rank `key` has ended. Its worker may outlive it for a moment, so the rank counts as
         stopped only if it is back, or silent for a lease."""
         self._lose(key, "restarted", f"the process of {name_of(key)} ended", now)
+        return self._batch(now)
 
     def _judge(self, key: Key, heartbeat: Heartbeat, now: float) -> None:
         """What a worker of the newest generation does, or how it ended."""
         worker = heartbeat.worker
         if key == self.rank0:
             self._follow_rank0(heartbeat, now)
-        if self._finishing:
+        if self._ending.finished is not None:
             return
         if part := self._joins(key):
             self._follow_joining(key, part, worker, now)
@@ -190,25 +217,30 @@ class Gang:
             return  # one that is ready and lost has left by itself, for a lost peer or a silent rank 0
         if not self._live(key) and not self.generation.was_unreachable(key, heartbeat):
             return
-        reason = f"{name_of(key)}: {worker.error}"
         if key == self.rank0 and worker.outcome == "drained":
             self._stop("drained", self.reason or "drained", now)
-        elif worker.outcome == "refused":
-            self._fail(Verdict(reason, USAGE, final=False), now)
         elif worker.outcome == "lost" and not self._elastic(key):
             self.generation.peer_lost_at.setdefault(key, now)  # that peer reports its own end in a moment
-        elif worker.outcome in ERRORS and (cause := self._budget.failed(self.generation.number, reason)):
-            self._fail(Verdict(cause, FAILED), now)
-        else:
+        elif not self._fails(key, worker, now):
             ended = f"the worker of {name_of(key)} ended: {worker.outcome}"
             reason = f"{name_of(key)} left the generation: {worker.error}" if worker.state == "ready" else ended
             self._lose(key, worker.outcome, reason, now, end_of(key, worker))
+
+    def _fails(self, key: Key, worker: WorkerStatus, now: float) -> bool:
+        """Whether the job fails with the end of this worker."""
+        reason = f"{name_of(key)}: {worker.error}"
+        if worker.outcome == "refused":
+            self._fail(Verdict(reason, USAGE, final=False), now)
+        elif worker.outcome in ERRORS and (cause := self._budget.failed(self.generation.number, reason)):
+            self._fail(Verdict(cause, FAILED), now)
+        else:
+            return False
+        return True
 
     def _follow_joining(self, key: Key, part: Part, worker: WorkerStatus, now: float) -> None:
         """The worker of a member that joins."""
         if worker.join != part.number:
             return
-        reason = f"{name_of(key)}: {worker.error}"
         match worker.state:
             case "ready" if part.state == "loading":
                 part.state = "ready"
@@ -216,23 +248,19 @@ class Gang:
                 part.state = "met"
             case "ready" if part.state == "joining" and worker.outcome == "lost":
                 self._lose(key, "lost", f"{name_of(key)} could not join: {worker.error}", now)
-            case "ended" if worker.outcome == "refused":
-                self._fail(Verdict(reason, USAGE, final=False), now)
-            case "ended" if worker.outcome in ERRORS and (cause := self._budget.failed(self.generation.number, reason)):
-                self._fail(Verdict(cause, FAILED), now)
-            case "ended":
+            case "ended" if not self._fails(key, worker, now):
                 self._lose(key, worker.outcome, f"the worker of {name_of(key)} ended: {worker.outcome}", now)
 
     def _follow_rank0(self, heartbeat: Heartbeat, now: float) -> None:
         """Rank 0's worker. Its success counts even if its generation has just ended because of another rank."""
         worker, generation = heartbeat.worker, self.generation
         if worker.state == "ended" and worker.outcome == "finished":
-            self._finishing, self.summary = True, worker.summary
+            self._ending.finished = self.summary = worker.summary
         if not self._live(self.rank0):
             return
         generation.connected |= worker.state in MET
         if worker.step:
-            self.events += self._budget.advance(worker.step, now)
+            self._events += self._budget.advance(worker.step, now)
         for peer in worker.lost_peers:
             self._lose_peer(peer, now)
         busy = self.state == "draining" and worker.phase in DRAIN_EXEMPT_PHASES
@@ -262,40 +290,43 @@ class Gang:
 
     # ---- time and the disk
 
-    def tick(self, now: float) -> Effect | None:
-        """Moves on to `now`. Returns an effect to put on disk, once.
+    def checked(self, now: float) -> Batch:
+        """Rank 0 has checked the settings."""
+        self._checking = False
+        return self._batch(now)
 
-        A job is over even if DONE or FAILED is not on disk within `rejoin_timeout`.
-        """
-        due = self._advance(now)
+    def tick(self, now: float) -> Batch:
+        """Moves on to `now`. A job is over even if DONE or FAILED is not on disk within `rejoin_timeout`."""
+        effect, due, writing = None, None if self._checking else self._advance(now), self._writing
         if self._writing is None and due is not None:
-            self._writing, self._writing_since = due, now
-            return due
-        over = self._writing is not None and self._writing.kind in ("done", "failed")
-        if over and now - self._writing_since > self.rules.rejoin_timeout:
-            self.written(False, now)
-        return None
+            effect, self._writing, self._writing_since = due, due, now
+        elif writing and writing.kind in ("done", "failed") and now - self._writing_since > self.rules.rejoin_timeout:
+            self._writing = None
+            if writing == due:
+                self._confirm(writing, now)
+        self.requests.tick(self._epochs.revision, now)
+        settled = self.state in OVER and self._ending.settled(self.since, now)
+        return self._batch(now + self.rules.tick, effect, settled=settled)
 
-    def written(self, on_disk: bool, now: float) -> None:
+    def written(self, on_disk: bool, now: float) -> Batch:
         """The effect is on disk, or could not be put there. A generation whose number is not on disk does not start,
         since its number could be used twice: the next tick tries again. A job that is over is over even so."""
         effect, self._writing = self._writing, None
         if effect is None:
-            return  # it took longer than `rejoin_timeout`
+            return self._batch()  # it took longer than `rejoin_timeout`
         if self._advance(now) != effect:
             if on_disk:
                 self.number = max(self.number, effect.generation)  # given up
         elif on_disk or effect.kind not in ("begin", "join"):
             self._confirm(effect, now)
+        return self._batch(now if on_disk else None)
 
     def _advance(self, now: float) -> Effect | None:
         """Moves on to `now`. Returns the effect that is due."""
         self._notice_pause(now)
         self._expire(now)
-        if self._finishing:
-            return Effect("done", summary=self.summary)
-        if self._verdict:
-            return Effect("failed", verdict=self._verdict)
+        if self._ending.effect:
+            return self._ending.effect
         for key, since in self.generation.peer_lost_at.items():
             if now - since >= PEER_REPORT_SECONDS:
                 self._lose(key, "lost", f"the worker of {name_of(key)} ended: lost", now)
@@ -326,7 +357,7 @@ class Gang:
     def _notice_pause(self, now: float) -> None:
         paused, self._ticked = now - self._ticked, now
         if paused > self.rules.lease / 3:  # this process was suspended: members get one full lease from now on
-            self._resumed_at = now
+            self._ending.resumed(now)
             self.since = min(self.since + paused, now)
             self._budget.slept(paused)
             for member in self.members.values():
@@ -335,9 +366,8 @@ class Gang:
     def _confirm(self, effect: Effect, now: float) -> None:
         """The generation starts, or the job is over."""
         if effect.kind == "done":
-            self._finishing = False
             self._end("finished", now)
-            self.events.append(Event("finished", summary=self.summary))
+            self._events.append(Event("finished", summary=self.summary))
         elif effect.kind == "join":
             self.generation.begin_joining(effect.members)
             self._epochs.advance()
@@ -352,7 +382,7 @@ class Gang:
                 self.members[key].ends = False
             self._enter("running", now)
             stayed = sum(self.members[key].heartbeat.worker.state in DETACHED for key in members)
-            self.events.append(Event("generation", number=self.number, members=text_of(members), stayed=stayed))
+            self._events.append(Event("generation", number=self.number, members=text_of(members), stayed=stayed))
 
     def _gather(self, now: float) -> Effect | None:
         if self.rank0 in self._leavers:
@@ -363,11 +393,13 @@ class Gang:
             what = ", ".join(missing) or "the disk to take its number"
             # not for good: they may be there when rank 0 is started again
             self._fail(Verdict(f"waited {self.rules.rejoin_timeout:g} s for {what}", FAILED, final=False), now)
+        else:
+            self._admission.tell(missing, self.since, now)
         if late or missing:
             return None
         if verdict := self._budget.exhausted():  # by a rank 0 that was killed again and again
             self._fail(verdict, now)
-            return Effect("failed", verdict=self._verdict) if self._verdict else None
+            return self._ending.effect
         return Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)), budget=self.budget)
 
     def _run(self, now: float) -> None:
@@ -407,7 +439,7 @@ class Gang:
             self._admission.joined(joined, now)
             self._epochs.advance()
             waits = tuple(round(seconds, 3) for seconds in joined.values())
-            self.events.append(Event("joined", members=text_of(joined), seconds=max(waits), joins=waits))
+            self._events.append(Event("joined", members=text_of(joined), seconds=max(waits), joins=waits))
         return self.generation.batch
 
     def _check_drain(self, now: float) -> None:
@@ -429,18 +461,18 @@ class Gang:
     def _drain(self, reason: str, now: float) -> None:
         self.reason, self.generation.drain = reason, Drain()
         self._enter("draining", now)
-        self.events.append(Event("draining", reason=reason))
+        self._events.append(Event("draining", reason=reason))
 
     def _abandon_drain(self, now: float) -> None:
         """The next try comes after another interval."""
         self.generation.drain, self.generation.drain_after = None, now + self.rules.rejoin_interval
         self._enter("running", now)
-        self.events.append(Event("drain given up", reason=self.reason))
+        self._events.append(Event("drain given up", reason=self.reason))
 
     def _lose(self, key: Key, cause: Cause, reason: str, now: float, end: str = "") -> None:
         """A worker has ended, or its member is given up. The generation ends, or goes on without an elastic rank.
         `end` says how the worker ended, for the budget."""
-        if self._closing:
+        if self._ending.effect:
             return
         joins = self._joins(key) is not None
         if not joins and not self._live(key):
@@ -458,7 +490,7 @@ class Gang:
             self.generation.hold_until = now + PEER_REPORT_SECONDS
         self._epochs.advance()
         self.members[key].stop_epoch = self._epochs.newest
-        self.events.append(Event("lost", cause=cause, reason=reason))
+        self._events.append(Event("lost", cause=cause, reason=reason))
 
     def _stop(self, cause: Cause, reason: str, now: float, end: str = "") -> None:
         """Ends the generation; or the job, if that is one generation without progress too many."""
@@ -470,26 +502,25 @@ class Gang:
         self._enter("stopping", now)
         for member in working:  # an earlier heartbeat without a worker may be older than its worker
             member.stop_epoch = self._epochs.newest
-        self.events.append(Event("stopped", cause=cause, reason=reason))
+        self._events.append(Event("stopped", cause=cause, reason=reason))
 
     def _fail(self, verdict: Verdict, now: float) -> None:
         """The job fails: at once, or, if the verdict is final, as soon as it is on disk."""
         if verdict.final:
-            self._verdict = verdict
+            self._ending.verdict = verdict
         else:
             self._end_failed(verdict, now)
 
     def _end_failed(self, verdict: Verdict, now: float) -> None:
-        self._verdict = None
         self.reason, self.code, self.final = verdict.reason, verdict.code, verdict.final
         self._end("failed", now)
-        self.events.append(Event("failed", reason=verdict.reason))
+        self._events.append(Event("failed", reason=verdict.reason))
 
     def _end(self, state: GangState, now: float) -> None:
         """The job is over. Members that are away for a moment must learn so too."""
         away = () if self.state == "gathering" else self.generation.keys
         keys, causes = (*self.members, *away), self.generation.causes
-        self._uninformed = {key for key in keys if key not in self._leavers and causes.get(key) != "left"}
+        self._ending.begin([key for key in keys if key not in self._leavers and causes.get(key) != "left"])
         self._enter(state, now)
 
     # ---- directives out
@@ -521,34 +552,14 @@ class Gang:
         keeps = self._stays(key) and not (member and member.ends)
         return Directive("detach" if keeps else "stop", ordinal, epoch, role=role, reason=self.reason, begun=begun)
 
-    def answer(self, key: Key, beat: Beat) -> Answer:
-        """The answer to `beat` of the member `key`: what it must do now, as far as it does not know."""
-        return self.generation.answer(self.incarnation, beat, self.directive(key))
-
-    def answer_if_due(self, key: Key, beat: Beat, received_at: float, now: float) -> Answer | None:
-        """The answer to `beat`; None while the request is to wait for another directive."""
-        known = beat.known == name_of_directive(self.incarnation, self.directive(key))
-        return None if known and now < self.answer_by(received_at) else self.answer(key, beat)
-
-    def answer_by(self, received_at: float) -> float:
-        """When a request received at `received_at` is answered at the latest."""
-        return received_at + self.rules.lease / 6
+    def _answer(self, beat: Beat, directive: Directive) -> Answer:
+        return self.generation.answer(self.incarnation, beat, directive)
 
     # ---- questions
 
     def missing(self, now: float) -> list[str]:
         """What a start still waits for, in words."""
         return self._admission.missing(self.members, now - self.since, now) + self._budget.missing(now)
-
-    def settled(self, now: float) -> bool:
-        """Whether the job is over and every member knows, or had `finish_grace` seconds to learn it.
-
-        After a pause of this process, a member may have been restarted since it acknowledged: it gets a lease, too.
-        """
-        if self.state not in OVER or now - self._ticked > self.rules.lease / 3:  # a pause that no tick has noticed yet
-            return False
-        informed = now - self._resumed_at > self.rules.lease and self._uninformed <= {self.rank0}
-        return informed or now - self.since > self.rules.finish_grace
 
     def counts(self, role: str, now: float) -> tuple[int, int, int]:
         """(members of the running generation, members with a good lease, members that a start waits for) of a role."""
@@ -561,19 +572,9 @@ class Gang:
         return frozenset(filter(self._joins, self.generation.parts))
 
     @property
-    def revision(self) -> int:
-        """Grows if any member's directive may have changed."""
-        return self._epochs.revision
-
-    @property
     def budget(self) -> Budget:
         """What has been spent without progress, to be kept on disk."""
         return self._budget.spent
-
-    @property
-    def _closing(self) -> bool:
-        """Whether the job is over, as soon as that is on disk."""
-        return self._finishing or self._verdict is not None
 
     def _live(self, key: Key) -> bool:
         """Whether `key`, in its present incarnation, is part of a generation that runs."""

@@ -1,13 +1,14 @@
 """A member of a gang: when its worker starts, ends, joins and leaves a generation, what it reports, and when it exits.
 Pure logic.
 
-Its supervisor sends `beat()` and reports the result by `answered`, `failed` or `refused`. It carries out `next_action`
-and confirms it by `action_done`; then, or when the worker's status changes, it sends the next beat at once. It calls
-`tick` at least `TICKS` times a lease. It exits with `exit_code` once `exits`.
+The driver calls a method for each event, does what the returned `Batch` says, and calls `tick` once the batch's
+deadline has passed. It reports what became of a request by `answered`, `failed` or `refused`, and of an action by
+`done`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,22 @@ from rolecall.gang.protocol import (
 RETRY_SECONDS = 0.2  # from a failed request to the next, unless there is something new to report
 TICKS = 24  # a lease
 MAX_LOSSES = 256  # a heartbeat: many more than one request may hold can be lost at once
+SAME_SIGNAL_SECONDS = 1.0  # within which signals are one: a job manager may signal all processes of a rank
+LOG_REPEAT_SECONDS = 30.0  # between two notes that rank 0 cannot be reached
+NoteKind = Literal[
+    "placed",  # the gang has given it another place
+    "unreachable",  # the first request in a row without an answer
+    "retrying",  # another one
+    "still unreachable",  # another one, after a while
+    "given up",  # rank 0 could not be reached for too long
+    "abandoned",  # rank 0 was restarted for too long, and no generation began
+    "refused",
+    "leaving",  # after a drain
+    "not drained",  # it leaves without, since that took too long
+    "left",
+    "failed",  # the job has
+]
+WorkerOrder = Literal["", "detach", "silent", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -53,20 +70,67 @@ class Action:
     directive: Directive
 
 
+@dataclass(frozen=True)
+class Request:
+    """A beat, and when it was sent."""
+
+    beat: Beat
+    sent_at: float
+
+
+@dataclass(frozen=True)
+class Note:
+    """What happened to the member, for logs and metrics."""
+
+    kind: NoteKind
+    text: str = ""
+    seconds: float = 0.0  # of silence
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a supervisor is to do now: to send a request, which outdates the one before; to carry out an action; to
+    detach the worker or kill it, with that outcome; to log notes. `tick` is due at `deadline`.
+
+    `exit_code` is there once the rank is over, and it `exits` if nobody else needs it.
+    """
+
+    request: Request | None
+    action: Action | None
+    worker: WorkerOrder
+    notes: tuple[Note, ...]
+    exit_code: int | None
+    exits: bool
+    deadline: float
+
+
 class Member:
     """One rank's side of the gang. Each heartbeat repeats `identity`: role, ordinal, incarnation, node, job, and the
-    shared settings. Times are in seconds."""
+    shared settings. `status` says how its worker is; `is_rank0` if it keeps the gang. Times are in seconds."""
 
-    def __init__(self, rules: Rules, identity: Heartbeat, now: float) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        identity: Heartbeat,
+        status: Callable[[], WorkerStatus],
+        now: float,
+        *,
+        is_rank0: bool = False,
+    ) -> None:
         self.rules, self.identity = rules, identity
         self.directive: Directive | None = None  # the newest
         self.leaving = False
         self.acknowledged = False  # it knows how the job ended
-        self.over = False  # no heartbeat is due any more
+        self.sending = False  # heartbeats are due: from `start` until rank 0 knows that it knows how the job ended
         self.exit_code: int | None = None
         self.retries = 0  # requests in a row that were not answered
         self.contact = now  # when the newest request was sent that was answered
-        self.abandoned = False  # it exits since rank 0 was restarted for too long, and no generation began
+        self._status, self._is_rank0 = status, is_rank0
+        self._request: Request | None = None  # the newest, if it has no answer yet
+        self._retry_at = now
+        self._notes: list[Note] = []
+        self._noted_at = now  # that rank 0 cannot be reached
+        self._signalled_at = float("-inf")
         self._coordinator = ""  # the incarnation that gave the newest directive
         self._restarts_since = -1, now  # the last generation, and since when rank 0 was restarted without another one
         self._list: tuple[str, tuple[Key, ...]] = "", ()  # the newest list of members, by its name
@@ -83,10 +147,30 @@ class Member:
         self._ticked = now
         self._awake_since = now
 
+    def _batch(self, now: float, *, send: bool = False, worker: WorkerOrder = "", settled: bool = False) -> Batch:
+        request = Request(self._beat(), now) if send and self.sending else None
+        self._request = request or self._request
+        notes, self._notes = tuple(self._notes), []
+        exits = self.exit_code is not None and (settled or self.hurried or not (self._is_rank0 and self.acknowledged))
+        watch_at = self._ticked + self.rules.lease / TICKS
+        deadline = watch_at if self._request or not self.sending else min(watch_at, self._retry_at)
+        return Batch(request, self._next_action(), worker, notes, self.exit_code, exits, deadline)
+
+    def _note(self, kind: NoteKind, text: str = "", seconds: float = 0.0) -> None:
+        self._notes.append(Note(kind, text, seconds))
+
     # ---- heartbeats
 
-    def heartbeat(self, worker: WorkerStatus) -> Heartbeat:
-        """The next heartbeat."""
+    def start(self, now: float) -> Batch:
+        """Joins the gang."""
+        self.sending = True
+        return self._batch(now, send=True)
+
+    def changed(self, now: float) -> Batch:
+        """The worker's status is another one."""
+        return self._batch(now, send=True)
+
+    def _heartbeat(self, worker: WorkerStatus) -> Heartbeat:
         self._sequence += 1
         unknown = self._reported is None or self.retries > 0  # to the coordinator, which may have been restarted
         taken = self._losses_taken(worker)
@@ -101,11 +185,12 @@ class Member:
             settings=self.identity.settings if unknown else None,
         )
 
-    def beat(self, worker: WorkerStatus) -> Beat:
+    def _beat(self) -> Beat:
         """The next request: the heartbeat, if it says something new, and what the coordinator need not repeat."""
-        heartbeat, reported = self.heartbeat(worker), self._reported
+        worker = self._status()
+        heartbeat, reported = self._heartbeat(worker), self._reported
         more = len(worker.lost_peers) - self._losses_taken(worker) > MAX_LOSSES  # they follow the answer
-        known = "" if more else self.known
+        known = "" if more else self._known
         beat = Beat(self.identity.incarnation, heartbeat.sequence, known=known, listed=self._list[0])
         if reported is not None and not self.retries:
             same = replace(heartbeat, sequence=reported.sequence, settings=reported.settings) == reported
@@ -118,21 +203,29 @@ class Member:
         return count if part == (worker.generation, worker.join) else 0
 
     @property
-    def known(self) -> str:
+    def _known(self) -> str:
         """Names the directive that the coordinator need not repeat. Empty asks for an answer at once: after a failed
         request, and to acknowledge the job's end."""
         if self.retries or self.acknowledged or self.directive is None:
             return ""
         return name_of_directive(self._coordinator, self.directive)
 
-    def silence(self, now: float) -> float:
-        """Seconds since the newest answered request was sent."""
-        return now - self.contact
+    def answered(self, request: Request, answer: Answer, now: float) -> Batch:
+        """The answer to `request`. One that lacks something, or comes too late, is none: the gang may have given this
+        member up since. One to an outdated request only proves contact: if there is news faster than answers come,
+        there are no others."""
+        if request is not self._request:
+            if not answer.again and now - request.sent_at <= self.rules.lease * FENCE:
+                self.contact = max(self.contact, request.sent_at)
+            return self._batch(now)
+        if not self._take_answer(request, answer, now):
+            return self.failed(request, "the answer came too late", now)
+        return self._batch(now, send=True)
 
-    def answered(self, beat: Beat, sent_at: float, answer: Answer, now: float) -> bool:
-        """The answer to `beat`. Returns False if it lacks something, or came too late: the gang may have given this
-        member up since. Then the request counts as failed."""
-        if now - sent_at > self.rules.lease * FENCE:
+    def _take_answer(self, request: Request, answer: Answer, now: float) -> bool:
+        """Returns False if it is none."""
+        beat = request.beat
+        if now - request.sent_at > self.rules.lease * FENCE:
             return False
         if answer.again:
             self._reported = None
@@ -148,10 +241,10 @@ class Member:
         if beat.heartbeat is not None:
             self._reported, worker = beat.heartbeat, beat.heartbeat.worker
             self._taken = (worker.generation, worker.join), self._losses_taken(worker) + len(worker.lost_peers)
-        self.contact, self.retries = sent_at, 0
+        self.contact, self.retries = request.sent_at, 0
         if self.directive and self._reported and self._reported.acknowledged:
-            self.over = True
-            self.exit(self.directive.code)
+            self.sending = False
+            self._exit(self.directive.code)
         return True
 
     def _judge_restart(self, directive: Directive, now: float) -> None:
@@ -160,13 +253,8 @@ class Member:
         if directive.kind not in ("stop", "detach") or directive.begun != begun:
             self._restarts_since = directive.begun, now
         elif now - since > self.rules.rejoin_timeout and self.exit_code is None:
-            self.abandoned = True
-            self.exit(USAGE)
-
-    def heard(self, sent_at: float, answer: Answer, now: float) -> None:
-        """The answer to a beat that a newer one has outdated: it only proves contact."""
-        if not answer.again and now - sent_at <= self.rules.lease * FENCE:
-            self.contact = max(self.contact, sent_at)
+            self._note("abandoned")
+            self._exit(USAGE)
 
     def _take(self, answer: Answer, directive: Directive) -> bool:
         """Takes the directive of `answer`. Returns False if its list of members is missing."""
@@ -180,29 +268,45 @@ class Member:
             members = self._list[1]
         directive = replace(directive, members=members, lost=unpack(answer.lost))
         self._coordinator = answer.coordinator
+        before = self.directive or self.identity
+        if (before.role, before.ordinal) != _place(directive):
+            self._note("placed")
         if directive != self.directive:
             self.directive = directive
         return True
 
-    def failed(self, now: float) -> None:
+    def failed(self, request: Request, problem: str, now: float) -> Batch:
         """A request got no answer. Exits if there is nobody left to wait for."""
+        if request is not self._request:
+            return self._batch(now)
+        self._request, self._retry_at = None, now + RETRY_SECONDS
         self.retries += 1
-        silence, lease = self.silence(now), self.rules.lease
+        silence, lease = now - self.contact, self.rules.lease
+        repeats = self.retries > 1 and now - self._noted_at <= LOG_REPEAT_SECONDS
+        if not repeats:
+            self._noted_at = now
+        again: NoteKind = "retrying" if repeats else "still unreachable"
+        self._note("unreachable" if self.retries == 1 else again, problem, silence)
         if self.leaving and silence > lease / 3:
-            self.exit(0)  # rank 0 is gone, and cannot drain
+            self._exit(0)  # rank 0 is gone, and cannot drain
         if self.acknowledged and self.directive and silence > lease * FENCE:
-            self.exit(self.directive.code)  # rank 0 did not wait for the last heartbeat
-        if silence > self.rules.rejoin_timeout and self.retries > 1:
-            self.exit(USAGE)
+            self._exit(self.directive.code)  # rank 0 did not wait for the last heartbeat
+        if silence > self.rules.rejoin_timeout and self.retries > 1 and self.exit_code is None:
+            self._note("given up", problem)
+            self._exit(USAGE)
+        return self._batch(now)
 
-    def refused(self) -> None:
+    def refused(self, request: Request, problem: str, now: float) -> Batch:
         """The coordinator refuses this rank."""
-        self.over = True
-        self.exit(USAGE)
+        if request is self._request:
+            self._note("refused", problem)
+            self.sending = False
+            self._exit(USAGE)
+        return self._batch(now)
 
     # ---- directives
 
-    def next_action(self, worker: WorkerStatus) -> Action | None:
+    def _next_action(self) -> Action | None:
         """The next action for the newest directive; None while one is under way, or if nothing is left to do.
 
         A directive is carried out wholly before the next one. There is one worker at a time, and it is started or
@@ -213,7 +317,7 @@ class Member:
         directive = self._current = self._current or self.directive
         assert directive is not None
         self._acting = True
-        return Action(self._kind(directive, worker), directive)
+        return Action(self._kind(directive, self._status()), directive)
 
     def _kind(self, directive: Directive, worker: WorkerStatus) -> ActionKind:
         attached, idle = worker.state in ATTACHED, worker.state in DETACHED
@@ -236,42 +340,46 @@ class Member:
                 return "update"  # one that failed to load for this part is not started again: the gang decides
         return "end"  # stop, leave, finished, failed
 
-    def action_done(self, action: Action) -> None:
+    def done(self, action: Action, now: float) -> Batch:
         """`action` was carried out."""
         self._acting, directive = False, action.directive
         if action.kind in ("start", "load", "attach"):
             self._place = _place(directive)
         if action.kind in ("end", "detach") and directive.kind in ("run", "load"):
-            return  # the start, or the like, follows
+            return self._batch(now, send=True)  # the start, or the like, follows
         if action.kind in ("start", "attach") and directive.drain:
-            return  # the update follows: a worker learns of a drain only while it runs
+            # the update follows: a worker learns of a drain only while it runs
+            return self._batch(now, send=True)
         self._current, self._completed, self._epoch = None, directive, directive.epoch
         if directive.kind == "leave":
-            self.exit(0)
+            self._note("left")
+            self._exit(0)
+        elif directive.kind == "failed" and not self.acknowledged and directive.code != USAGE:
+            self._note("failed", directive.reason)
         self.acknowledged |= directive.kind in OVER
+        return self._batch(now, send=True)
 
     # ---- time
 
-    def tick(
-        self, now: float, worker_heartbeat: float | None, attached: bool = True
-    ) -> Literal["", "detach", "silent", "stopped"]:
-        """Moves on to `now`; a live worker was last heard from at `worker_heartbeat`, and may be `attached` to a
-        generation. Returns `detach` if it is to leave that because rank 0 is silent. If it is to be killed, returns its
-        outcome: `silent`, or `stopped` by the fence."""
+    def tick(self, now: float, heard_at: float | None) -> Batch:
+        """Moves on to `now`; a live worker was last heard from at `heard_at`. It leaves its generation if rank 0 is
+        silent. It is killed if it is `silent` itself, or `stopped` by the fence."""
         if self.directive and self.directive.busy:
             self._leave_by += now - self._ticked
         if now - self._ticked > self.rules.lease / 3:
             self._awake_since = now  # this process was suspended, and the worker may have been too
         self._ticked = now
-        if now > self._leave_by:
-            self.exit(FAILED)
-        if self.is_silent(now, worker_heartbeat):
-            return "silent"
-        silence, lease = self.silence(now), self.rules.lease
-        if attached and silence > lease * FENCE:
-            return "stopped"
+        if now > self._leave_by and self.exit_code is None:
+            self._note("not drained")
+            self._exit(FAILED)
+        silence, lease, attached = now - self.contact, self.rules.lease, self._status().state in ATTACHED
         stays = self.directive is not None and self.directive.kind == "run" and self.directive.stays
-        return "detach" if attached and stays and silence > lease * DETACH else ""
+        worker: WorkerOrder = "detach" if attached and stays and silence > lease * DETACH else ""
+        if attached and silence > lease * FENCE:
+            worker = "stopped"
+        if self.is_silent(now, heard_at):
+            worker = "silent"
+        return self._batch(now, send=not self._request and now >= self._retry_at, worker=worker)
 
     def is_silent(self, now: float, worker_heartbeat: float | None) -> bool:
         """Whether a live worker has been silent for a lease."""
@@ -279,25 +387,34 @@ class Member:
 
     # ---- the end
 
-    def leave(self, now: float) -> None:
-        """SIGTERM or SIGINT: leaves after a drain; at once if it has not joined, and at the second signal."""
-        self.hurried = True
+    def leave(self, reason: str, now: float) -> Batch:
+        """A signal, or a request for the same `reason`: leaves after a drain; at once if it has not joined, and at the
+        second one."""
+        if now - self._signalled_at < SAME_SIGNAL_SECONDS:
+            return self._batch(now)
+        self.hurried, self._signalled_at = True, now
         if self.leaving:
-            self.exit(FAILED)
+            self._exit(FAILED)
         elif self.directive is None:
-            self.exit(0)
+            self._exit(0)
         elif self.exit_code is None:
+            self._note("leaving", reason)
             self.leaving, self._leave_by = True, now + self.rules.drain_timeout + self.rules.lease / 2
+            return self._batch(now, send=True)
+        return self._batch(now)
 
-    def exit(self, code: int) -> None:
-        """Exits with `code`, unless it exits already."""
+    def settled(self, now: float) -> Batch:
+        """Every member knows how the job ended, or had time to learn it. Rank 0 stays until then, or until a signal."""
+        return self._batch(now, settled=True)
+
+    def exit(self, code: int, now: float) -> Batch:
+        """It exits with `code`, unless it exits already."""
+        self._exit(code)
+        return self._batch(now)
+
+    def _exit(self, code: int) -> None:
         if self.exit_code is None:
             self.exit_code = code
-
-    def exits(self, settled: bool) -> bool:
-        """Whether it exits now. Rank 0 stays until the gang has `settled`, so that every member learns how the job
-        ended, or until a signal; the others do not wait."""
-        return self.exit_code is not None and (settled or self.hurried or not self.acknowledged)
 
 
 def _place(directive: Directive) -> Key:

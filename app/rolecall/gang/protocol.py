@@ -24,6 +24,7 @@ DirectiveKind = Literal["run", "load", "detach", "stop", "leave", "finished", "f
 EffectKind = Literal["begin", "join", "done", "failed"]
 ActionKind = Literal["end", "start", "load", "attach", "detach", "update"]
 EventKind = Literal[
+    "waiting",
     "generation",
     "joined",
     "draining",
@@ -113,6 +114,7 @@ class Rules:
     progress_timeout: float = 3600.0
     longest_pause: float = 60.0  # between two generations without progress
     steps: bool = True  # whether the job reports steps; otherwise only time tells deaths in a row from rare ones
+    tick: float = 0.1  # between two looks at what time has changed
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,27 @@ class RejectedError(Exception):
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to the request `number`, of the member `key`; or its refusal."""
+
+    number: int
+    answer: Answer | RejectedError
+    key: Key | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a coordinator is to do now: to answer requests, to put an effect on disk, to report events; and when `tick`
+    is due. `settled`: the job is over, and rank 0 need not stay for others."""
+
+    replies: tuple[Reply, ...]
+    effect: Effect | None
+    events: tuple[Event, ...]
+    deadline: float
+    settled: bool = False
 
 
 def name_of(key: Key) -> str:

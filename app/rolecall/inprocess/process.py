@@ -20,6 +20,7 @@ from rolecall.config import Settings
 from rolecall.context.context import mixed_seed, seed_generators
 from rolecall.context.eager import skip_dynamo_import
 from rolecall.inprocess import threads
+from rolecall.wire import apart
 
 
 class Terminal:
@@ -53,12 +54,18 @@ class Debugger(pdb.Pdb):
         super().set_quit()
 
 
+def _run_apart(function: Callable[..., object], *arguments: Any) -> None:
+    """Takes the place of `apart.run`, whose threads serve one worker after the other."""
+    threading.Thread(target=function, args=arguments, name="wire apart", daemon=True).start()
+
+
 @contextlib.contextmanager
 def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -> Iterator[None]:
     """Within the block, this process is that of all ranks of a run: torch's threads, random numbers, the log,
     to `stream` or standard output, `breakpoint()`, and how often Python switches threads. `quit` is called as the user
     leaves the debugger."""
     threads.follow()
+    pool, apart.run = apart.run, _run_apart
     torch_threads, switching, hook = torch.get_num_threads(), sys.getswitchinterval(), sys.breakpointhook
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     logs, handlers, level = structlog.get_config(), [*logging.root.handlers], logging.root.level
@@ -73,6 +80,7 @@ def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -
     try:
         yield
     finally:
+        apart.run = pool
         torch.set_num_threads(torch_threads)
         sys.setswitchinterval(switching)
         sys.breakpointhook = hook

@@ -144,7 +144,8 @@ class ThreadSupervisor(Supervisor):
 
     def _make_coordinator(self) -> Coordinator:
         shared, me = self._shared, self.member.identity
-        coordinator = ThreadCoordinator(self.job, shared.settings, me.incarnation, f"{me.node}:{shared.number}")
+        node = f"{me.node}:{shared.number}"
+        coordinator = ThreadCoordinator(self.job, shared.settings, me.incarnation, node, settled=self._settle)
         coordinator.rules = rules(shared.patient, self.job.steps)
         coordinator.serving = shared.coordinator
         return coordinator
@@ -156,7 +157,7 @@ class ThreadSupervisor(Supervisor):
             self.identity.role,
             metrics=self.metrics,
             files=files,
-            changed=self._changed.set,
+            changed=self._worker_changed,
         )
         manager.shared = self._shared
         return manager

@@ -98,16 +98,20 @@ class InProcessRun:
     async def _until_over(self) -> int:
         """Until rank 0 has ended, another rank has failed, or the run is stopped."""
         rank0, stopped = next(iter(self._tasks)), asyncio.create_task(self._stopped.wait())
-        code = 0
-        while not code and not self._tasks[rank0].done() and not stopped.done():
+        failed = False
+        while not failed and not self._tasks[rank0].done() and not stopped.done():
             self._changed.clear()
             changed = asyncio.create_task(self._changed.wait())
             pending = {task for task in self._tasks.values() if not task.done()}
             await asyncio.wait({*pending, changed, stopped}, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
-            code = self._code()
+            failed = any(task.done() and (task.exception() or task.result()) for task in self._tasks.values())
+        # rank 0 writes the report last
+        limit = INFORMED_SECONDS if self._tasks[rank0].done() else END_SECONDS
         if not stopped.done() and (pending := {task for task in self._tasks.values() if not task.done()}):
-            await asyncio.wait({*pending, stopped}, timeout=INFORMED_SECONDS)
+            everyone = asyncio.create_task(asyncio.wait(pending))
+            await asyncio.wait({everyone, stopped}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            everyone.cancel()
         stopped.cancel()
         if self._left_debugger:
             raise UsageError("the debugger was left by `q`, or at the end of its input; `c` goes on")

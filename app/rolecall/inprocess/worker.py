@@ -23,7 +23,7 @@ from rolecall.declare.task import Task
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import name_of
 from rolecall.inprocess.network import Network
-from rolecall.inprocess.threads import Ended, Threads, place_of, start_alone
+from rolecall.inprocess.threads import Ended, Threads, acting_for, place_of, start_alone
 from rolecall.life.process import Exit, LogStacks
 from rolecall.life.workers import Batch, RankWorkers
 from rolecall.rank import worker
@@ -101,6 +101,11 @@ class ThreadEnd(WorkerEnd):
         if self._over.is_set():
             raise Ended
 
+    def report_step(self, step: int) -> None:
+        """See `WorkerEnd.report_step`."""
+        self.require_alive()
+        super().report_step(step)
+
     def fail(self, problem: str | BaseException) -> NoReturn:
         """See `WorkerEnd.fail`."""
         self.require_alive()
@@ -169,13 +174,16 @@ class WorkerThreads(WorkerProcess):
             if self._code is not None:
                 return
             self._code = code
+        self._end_of_worker.close()
+        if self._host.context:
+            self._host.context.group.use(None)
         start_alone(threading.Thread(target=self._finish, name=f"end of {self._threads.name}", daemon=True))
 
     def _finish(self) -> None:
-        self._end_of_worker.close()
         context = self._host.context
         if context:
-            context.close()
+            with acting_for(self._threads):
+                context.close()
         self._await_threads(context)
         if self._host.writer_lock:
             self._host.writer_lock.release()

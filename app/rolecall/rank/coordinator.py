@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare.describe import Description
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import OVER, Answer, Beat, Effect, Event, Key, RejectedError, Rules
+from rolecall.gang.protocol import OVER, Answer, Batch, Beat, Effect, Event, Key, RejectedError, Reply, Rules
 from rolecall.messages.codec import decode, encode
 from rolecall.observe.doctor import diagnosis
 from rolecall.rank import endpoints, queries, tasks
@@ -39,23 +38,8 @@ from rolecall.tunnel.rank0 import (
 )
 
 MAX_BODY_BYTES = 64 * 1024
-TICK_SECONDS = 0.1
 TICK_REST_FACTOR = 4.0  # times as long as a tick took, until what is reported meanwhile makes the next one
 MAX_REFUSALS_REMEMBERED = 100  # so that a repeated one is not logged at once
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A request that waits for another directive than the one it names."""
-
-    beat: Beat
-    received_at: float
-    answered: asyncio.Future[Answer]
-
-    def finish(self, answer: Answer) -> None:
-        """Answers it, unless its member has closed the connection."""
-        if not self.answered.done():
-            self.answered.set_result(answer)
 
 
 def rules(settings: Settings, steps: bool = True) -> Rules:
@@ -77,10 +61,17 @@ def rules(settings: Settings, steps: bool = True) -> Rules:
 
 class Coordinator:
     """Serves the gang of one job, at the Unix `socket` that the tunnel leads to; without one, with TLS=off, on PORT.
-    `start` takes the run's directory and the port, `loops` keep it going."""
+    `start` takes the run's directory and the port, `loops` keep it going. `settled` is called, again and again, once
+    the job is over and no member needs this rank."""
 
     def __init__(
-        self, job: Description, settings: Settings, incarnation: str, node: str, socket: Path | None = None
+        self,
+        job: Description,
+        settings: Settings,
+        incarnation: str,
+        node: str,
+        socket: Path | None = None,
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
         self.job, self.settings, self._socket = job, settings, socket
         self._badge = keys.badge(settings.token, job.name) if settings.token and not socket else ""
@@ -89,15 +80,14 @@ class Coordinator:
         self.gang: Gang
         self._effects = asyncio.Queue[Effect]()  # to be persisted
         self.rules = rules(settings, job.steps)
+        self._started = False
         self.metrics: Any = None
         self._incarnation = incarnation
-        self.waiting: OrderedDict[Key, Waiting] = OrderedDict()  # the one that is answered first comes first
-        self.queries = queries.Queries(lambda: self.gang.members, self._wake)
-        self._revision = 0
-        self._rests_until = float("-inf")
-        self._stirred: asyncio.TimerHandle | None = None
-        self._started = self._closing = self._checking = False
-        self._logged_at = float("-inf")
+        self._settled = settled
+        self._requests: dict[int, asyncio.Future[Reply]] = {}
+        self._numbers = itertools.count(1)
+        self._timer = tasks.Timer()
+        self.queries = queries.Queries(lambda: self.gang.members, lambda key: self._perform(self.gang.wake(key)))
         self._refused: dict[str, float] = {}  # what was logged of late, and when
         self._runner: web.AppRunner | None = None
 
@@ -122,6 +112,7 @@ class Coordinator:
             settings=self.job.agreement(self.settings),
             failed=self.files.failed,
             budget=last.budget,
+            checking=True,
         )
         self.files.journal.started = self._begun
         self._started = True
@@ -144,25 +135,16 @@ class Coordinator:
             await endpoints.listen(self._runner, self.settings.bind_addr, self.settings.port, "PORT")
 
     async def wait_for(self, check: Coroutine[Any, Any, None]) -> None:
-        """Waits for rank 0's `check` of the settings, before the loops. Members are answered meanwhile, and wait: the
-        gang does not count that time."""
-        self._checking = True
-        answering = asyncio.create_task(self._answer_forever())
+        """Waits for rank 0's `check` of the settings, before the loops. Members are answered meanwhile."""
+        ticking = asyncio.create_task(self._tick_loop())
         try:
             await check
         finally:
-            self._checking = False
-            await tasks.cancel({answering})
-
-    async def _answer_forever(self) -> None:
-        while True:
-            self._answer_patient()
-            await asyncio.sleep(TICK_SECONDS)
+            await tasks.cancel({ticking})
 
     def crashed(self, key: Key) -> None:
         """The process of the rank `key` has exited."""
-        self.gang.crashed(key, time.monotonic())
-        self._pump()
+        self._perform(self.gang.crashed(key, time.monotonic()))
 
     def _begun(self, step: int) -> None:
         """Rank 0's worker trains on after `step`."""
@@ -179,85 +161,42 @@ class Coordinator:
 
     async def stop(self, ended: bool) -> None:
         """Closes the port and releases the directory; `ended` says that the run ended in order."""
-        self._closing = True
-        if self._stirred:
-            self._stirred.cancel()
-        for key, waiting in list(self.waiting.items()):  # `cleanup` waits for them
-            self._finish(key, self.gang.answer(key, waiting.beat))
+        if self._started:
+            self._perform(self.gang.close())  # `cleanup` waits for requests
         if self._runner:
             await self._runner.cleanup()
         await self.files.close(self.gang.budget if ended and self._started else None)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The coroutines that keep it going; its caller ends when one of them does."""
+        self._perform(self.gang.checked(time.monotonic()))
         return [self._tick_loop(), self._persist_loop(), self.files.journal.save_forever(), self.files.watch_lock()]
 
     async def _tick_loop(self) -> None:
         while True:
-            self._pump()
-            self._answer_patient()
-            await asyncio.sleep(TICK_SECONDS)
+            await self._timer.wait()
+            began = time.monotonic()
+            self._perform(self.gang.tick(began))
+            await asyncio.sleep(min(TICK_REST_FACTOR * (time.monotonic() - began), self.gang.rules.tick))
 
     async def _persist_loop(self) -> None:
         while True:
             on_disk = await self.files.persist(await self._effects.get())
-            self.gang.written(on_disk, time.monotonic())
-            if on_disk:  # otherwise the next tick tries again
-                self._pump()
+            self._perform(self.gang.written(on_disk, time.monotonic()))
 
-    def _stir(self) -> None:
-        """Ticks at once after news from a member, or when the pause after the last tick is over."""
-        now = time.monotonic()
-        if now >= self._rests_until:
-            self._pump()
-        elif self._stirred is None:
-            self._stirred = asyncio.get_running_loop().call_later(self._rests_until - now, self._pump)
-
-    def _pump(self) -> None:
-        gang, now = self.gang, time.monotonic()
-        if self._stirred:
-            self._stirred.cancel()
-            self._stirred = None
-        if self._checking:
-            return
-        if effect := gang.tick(now):
-            self._effects.put_nowait(effect)
-        for event in gang.events:
+    def _perform(self, batch: Batch) -> None:
+        """Does what `batch` says."""
+        for reply in batch.replies:
+            request = self._requests.get(reply.number)
+            if request and not request.done():  # otherwise its member has closed the connection
+                request.set_result(reply)
+        if batch.effect:
+            self._effects.put_nowait(batch.effect)
+        for event in batch.events:
             self._report_event(event)
-        gang.events.clear()
-        if gang.state == "gathering" and now - max(self._logged_at, gang.since) > LOG_REPEAT_SECONDS:
-            self._logged_at = now
-            if missing := ", ".join(gang.missing(now)):  # else it is about to begin; what a disk lacks is logged apart
-                self.log.info("waiting", missing=missing, deadline_s=self.settings.rejoin_timeout)
-        if gang.revision != self._revision:
-            self._revision = gang.revision
-            for key, waiting in list(self.waiting.items()):
-                if answer := gang.answer_if_due(key, waiting.beat, waiting.received_at, now):
-                    self._finish(key, answer)
-        done = time.monotonic()
-        self._rests_until = done + TICK_REST_FACTOR * (done - now)
-
-    def _answer_patient(self) -> None:
-        """Answers the requests that have waited long enough. Requests that arrived together are
-        spread over a few ticks."""
-        gang, now = self.gang, time.monotonic()
-        wait = gang.answer_by(now) - now
-        for _ in range(1 + int(2 * len(self.waiting) * TICK_SECONDS / wait)):
-            if not self.waiting:
-                return
-            key, waiting = next(iter(self.waiting.items()))
-            answer = gang.answer_if_due(key, waiting.beat, waiting.received_at, now)
-            if answer is None:
-                return
-            self._finish(key, answer)
-
-    def _wake(self, key: Key) -> None:
-        """Answers a waiting request of the member `key`, for which there is a query."""
-        if waiting := self.waiting.get(key):
-            self._finish(key, self.gang.answer(key, waiting.beat))
-
-    def _finish(self, key: Key, answer: Answer) -> None:
-        self.waiting.pop(key).finish(answer)
+        if batch.settled:
+            self._settled()
+        self._timer.set(batch.deadline)
 
     def refresh(self) -> None:
         """Brings the gang's metrics up to date."""
@@ -292,7 +231,9 @@ class Coordinator:
             case "recovered":
                 self.metrics.recovery_seconds.observe(event.seconds)
                 journal.stalled("ended", event.seconds)
-        if event.kind == "failed":
+        if event.kind == "waiting":
+            self.log.info("waiting", missing=event.reason, deadline_s=self.settings.rejoin_timeout)
+        elif event.kind == "failed":
             self.log.error("gang failed", **telemetry.cause(event.reason))
         elif event.kind == "given up":
             self.log.warning(
@@ -315,51 +256,37 @@ class Coordinator:
             async with asyncio.timeout(self.settings.lease_seconds):
                 body = await http_request.read()
             beat: Beat = decode(Beat, body)
-            answer = await self.exchange(beat, lambda: http_request.transport is None)
         except ConnectionError:
             raise web.HTTPBadRequest from None  # the member closed the connection, to send something newer
         except web.HTTPRequestEntityTooLarge:
             return self._refuse(413, "body", f"{http_request.remote}: more than {MAX_BODY_BYTES} bytes")
         except (ValueError, TimeoutError):
             return self._refuse(400, "body", f"{http_request.remote}: no heartbeat of a rank")
+        try:
+            answer = await self.exchange(beat, lambda: http_request.transport is None)
         except RejectedError as error:
             node = beat.heartbeat.node if beat.heartbeat else ""
             return self._refuse(409, error.reason, f"{node}: {error}", str(error))
         return web.Response(body=encode(answer), content_type=CONTENT_TYPE)
 
     async def exchange(self, beat: Beat, has_gone: Callable[[], bool] = lambda: False) -> Answer:
-        """Takes a member's `beat`, and returns the answer, perhaps after a while. Raises RejectedError, and
-        ConnectionError if the member `has_gone`."""
-        received_at = time.monotonic()
-        key = self.gang.receive_beat(beat, received_at)
-        if key is None:
-            return Answer(again=True)
-        answer = await self._answer(key, beat, received_at, has_gone)
-        due = self.queries.due(key)
-        return replace(answer, queries=due) if due else answer
-
-    async def _answer(self, key: Key, beat: Beat, received_at: float, has_gone: Callable[[], bool]) -> Answer:
-        gang = self.gang
-        if before := self.waiting.pop(key, None):
-            # of the same member, which has sent a newer one; or of a replaced one, which must stop before its
-            # successor works
-            before.finish(gang.answer(key, before.beat))
-        if self._closing:
-            return gang.answer(key, beat)
-        if beat.heartbeat:
-            self._stir()
-        answer = gang.answer_if_due(key, beat, received_at, time.monotonic())
-        if answer is not None:
-            return answer
-        if has_gone():
-            raise ConnectionResetError  # the member closed the connection before it could be noticed
-        waiting = Waiting(beat, received_at, asyncio.get_running_loop().create_future())
-        self.waiting[key] = waiting
+        """Takes a member's `beat`. Returns the answer, perhaps after a while, unless the member `has_gone`. Raises
+        RejectedError."""
+        number = next(self._numbers)
+        replied = self._requests[number] = asyncio.get_running_loop().create_future()
         try:
-            return await waiting.answered
+            self._perform(self.gang.receive(number, beat, time.monotonic()))
+            if has_gone() and not replied.done():
+                raise web.HTTPBadRequest  # the member closed the connection before it could be noticed
+            reply = await replied
         finally:
-            if self.waiting.get(key) is waiting:
-                del self.waiting[key]
+            del self._requests[number]
+        answer = reply.answer
+        if isinstance(answer, RejectedError):
+            raise answer
+        if reply.key and (due := self.queries.due(reply.key)):
+            answer = replace(answer, queries=due)
+        return answer
 
     def _refuse(self, status: int, reason: str, message: str, text: str = "") -> web.Response:
         self.metrics.gang_refused.labels(reason).inc()

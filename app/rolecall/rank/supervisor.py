@@ -6,6 +6,7 @@ Its `Member` decides. The supervisor connects it with rank 0, the worker process
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -23,12 +24,12 @@ from rolecall.config import Settings
 from rolecall.declare.describe import Description
 from rolecall.declare.registry import Identity
 from rolecall.declare.task import Peer
-from rolecall.errors import CRASHED, FAILED, USAGE
-from rolecall.gang.member import TICKS, Member
-from rolecall.gang.protocol import DETACH, FENCE, MET, Directive, Heartbeat, name_of
+from rolecall.errors import CRASHED, FAILED
+from rolecall.gang.member import Action, Batch, Member, Note
+from rolecall.gang.protocol import DETACH, FENCE, MET, Heartbeat, name_of
 from rolecall.messages import queries
 from rolecall.rank import collecting, endpoints, fork_server, guard, stack_query, stats, tasks
-from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
+from rolecall.rank.coordinator import Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.queries import Replies, SignedQueries
@@ -38,8 +39,6 @@ from rolecall.telemetry import WorkerFiles
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.handle import Handle
 from rolecall.tunnel.rank0 import CoordinatorClient
-
-SAME_SIGNAL_SECONDS = 1.0  # within which signals are one
 
 
 class Supervisor:
@@ -72,14 +71,17 @@ class Supervisor:
             digest=shared.digest,
             settings=shared.values,
         )
-        self.member = Member(rules(settings), me, time.monotonic())
+        self.member = Member(
+            rules(settings), me, lambda: self.workers.status(), time.monotonic(), is_rank0=self.is_rank0
+        )
         self.log = telemetry.log()
-        self._changed = asyncio.Event()  # there is something new to report
-        self._directed, self._done = asyncio.Event(), asyncio.Event()
-        self._signalled, self._signal_at = asyncio.Event(), float("-inf")
+        self._actions = asyncio.Queue[Action]()  # to be carried out
+        self._timer = tasks.Timer()
+        self._signalled, self._done, self._exits = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._scrapes = endpoints.Scrapes()
         self.replies = Replies(self._reply)
+        self._heartbeats = Heartbeats(settings, self.member, self._perform, self.replies)
         self._started, self._reading_stacks = time.time(), asyncio.Lock()
         self._signed_queries = SignedQueries(settings, self.is_rank0)
         self._site = Site(job, settings, self.is_rank0)
@@ -97,8 +99,8 @@ class Supervisor:
             if self.is_rank0:
                 coordinator = self._make_coordinator()
                 await self._or_signal(coordinator.start(self.metrics))
-                if self.member.exit_code is not None:
-                    return self.member.exit_code  # the disk may hang
+                if member.exit_code is not None:
+                    return member.exit_code  # the disk may hang
                 self.workers.journal = coordinator.files.journal
                 self._coordinator = coordinator
                 self._signed_queries.start(coordinator.queries, coordinator.over)
@@ -111,7 +113,7 @@ class Supervisor:
                 self.log.info(
                     "this run as a page", url=f"http://{self.settings.master_addr}:{self.settings.metrics_port}/"
                 )
-            loops = [self._heartbeat_loop(), self._action_loop(), self._liveness_loop()]
+            loops = [self._heartbeat_loop(), self._action_loop(), self._time_loop()]
             loops += coordinator.loops() if coordinator else []
             traces = collecting.Collector(coordinator) if coordinator and self.settings.trace else None
             loops += [traces.run()] if traces else []
@@ -127,8 +129,8 @@ class Supervisor:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
             elif member.acknowledged:
-                while coordinator and not member.exits(coordinator.gang.settled(time.monotonic())):
-                    await self._or_signal(asyncio.sleep(TICK_SECONDS))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._exits.wait(), member.rules.finish_grace + member.rules.lease)
                 scraped = self._scrapes.once_more()
                 if self.run_pid and not coordinator:  # `rolecall run` signals those that outlive rank 0
                     await scraped
@@ -165,7 +167,7 @@ class Supervisor:
             routes=[*self._signed_queries.routes(), *self._site.routes()],
         )
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._take_signal, signal.Signals(number).name)
+            asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
         self.workers.prepare()
         return runner
 
@@ -173,7 +175,12 @@ class Supervisor:
         # another `rolecall run` is another run, whose rank 0 has the same ports
         me = self.member.identity
         node = f"{me.node}:{self.run_pid}" if self.run_pid else me.node
-        return Coordinator(self.job, self.settings, me.incarnation, node, self._at(places.COORDINATOR))
+        return Coordinator(
+            self.job, self.settings, me.incarnation, node, self._at(places.COORDINATOR), settled=self._settle
+        )
+
+    def _settle(self) -> None:
+        self._perform(self.member.settled(time.monotonic()))
 
     def _make_metrics(self) -> None:
         self._registry, self.metrics, files = telemetry.build_supervisor(self.directory, self.is_rank0)
@@ -188,9 +195,12 @@ class Supervisor:
             self.identity.role,
             metrics=self.metrics,
             files=files,
-            changed=self._changed.set,
+            changed=self._worker_changed,
             tunnel=self.directory if self.tunnel else None,
         )
+
+    def _worker_changed(self) -> None:
+        self._perform(self.member.changed(time.monotonic()))
 
     def _at(self, place: str) -> Path | None:
         """The socket of `place`; None with TLS=off."""
@@ -204,77 +214,93 @@ class Supervisor:
 
     async def _heartbeat_loop(self) -> None:
         async with self._client() as client:
-            heartbeats = Heartbeats(
-                self.settings,
-                self.member,
-                self.workers,
-                metrics=self.metrics,
-                replies=self.replies,
-                changed=self._changed,
-            )
-            async for previous in heartbeats.exchange(client):
-                self._take_directive(previous)
+            self._perform(self.member.start(time.monotonic()))
+            await self._heartbeats.run(client)
 
     def _client(self) -> CoordinatorClient:
         socket = self._at(places.COORDINATOR if self.is_rank0 else places.CONTROL)
         badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
         return CoordinatorClient(self.settings, socket, badge, self.is_rank0)
 
-    def _take_directive(self, previous: Directive | None) -> None:
-        """Handles the answer to a heartbeat, or its failure; `previous` is the directive before it."""
-        directive = self.member.directive
-        if directive is not previous and directive is not None:
-            self._place(previous, directive)
-            self._directed.set()
-        self._check_exit()
+    def _perform(self, batch: Batch) -> None:
+        """Does what `batch` says."""
+        for note in batch.notes:
+            self._report(note)
+        if batch.request:
+            self._heartbeats.send(batch.request)
+        if batch.action:
+            self._actions.put_nowait(batch.action)
+        if batch.worker == "detach":  # until it is fenced
+            self.workers.detach(self.settings.lease_seconds * (FENCE - DETACH), "rank 0 does not answer")
+        elif batch.worker:
+            self.workers.kill(batch.worker)
+        if batch.exit_code is not None:
+            self._done.set()
+        if batch.exits:
+            self._exits.set()
+        self._timer.set(batch.deadline)
 
-    def _place(self, previous: Directive | None, directive: Directive) -> None:
-        place = directive.role, directive.ordinal
-        before = (previous.role, previous.ordinal) if previous else (self.identity.role, self.identity.ordinal)
-        if place != before:
-            self.log.info("place assigned", assigned=name_of(place))
-            self._name_rank(*place)
-            if self.tunnel:
-                self.tunnel.place(Peer(*place, rank=0).name)
+    def _report(self, note: Note) -> None:
+        log, s, address = self.log, self.settings, f"MASTER_ADDR={self.settings.master_addr}"
+        if note.kind in ("unreachable", "retrying", "still unreachable"):
+            self.metrics.gang_unreachable.inc()
+        match note.kind:
+            case "placed":
+                self._place()
+            case "unreachable":
+                log.info(
+                    "rank 0 cannot be reached, retrying",
+                    address=f"{s.master_addr}:{s.rank0_port}",
+                    problem=note.text,
+                    deadline_s=s.rejoin_timeout,
+                )
+            case "still unreachable":
+                log.info("still trying to reach rank 0", seconds=round(note.seconds), problem=note.text)
+            case "given up":
+                limit = f"{s.rejoin_timeout:g} s ({note.text})"
+                log.error(f"{address}: rank 0 could not be reached at port {s.rank0_port} for {limit}")
+            case "abandoned":
+                limit = f"REJOIN_TIMEOUT={s.rejoin_timeout:g} s"
+                log.error(
+                    f"{address}: rank 0 was restarted for over {limit}, and no generation began; its log says why"
+                )
+            case "refused":
+                log.error(note.text)
+            case "leaving":
+                log.info("leaving", signal=note.text, deadline_s=s.drain_timeout)
+            case "not drained":
+                log.error("the drain took too long; leaving without it", deadline_s=s.drain_timeout)
+            case "left":
+                log.info("left")
+            case "failed":
+                log.error("the job failed", **telemetry.cause(note.text))
+
+    def _place(self) -> None:
+        directive = self.member.directive
+        assert directive is not None
+        role, ordinal = directive.role, directive.ordinal
+        self.log.info("place assigned", assigned=name_of((role, ordinal)))
+        self._name_rank(role, ordinal)
+        if self.tunnel:
+            self.tunnel.place(Peer(role, ordinal, rank=0).name)
 
     async def _action_loop(self) -> None:
-        member = self.member
         while True:
-            action = member.next_action(self.workers.status())
-            if action is None:
-                await self._directed.wait()
-                self._directed.clear()
-                continue
+            action = await self._actions.get()
             await self.workers.carry_out(action)
-            acknowledged = member.acknowledged
-            member.action_done(action)
+            self._perform(self.member.done(action, time.monotonic()))
             guard.joined()
-            self._changed.set()
-            if action.directive.kind == "leave":
-                self.log.info("left")
-            elif action.directive.kind == "failed" and not acknowledged and action.directive.code != USAGE:
-                self.log.error("the job failed", **telemetry.cause(action.directive.reason))
-            self._check_exit()
 
-    async def _liveness_loop(self) -> None:
-        """Lets the member judge its worker and its own silence; exits with its parent process if it has one."""
+    async def _time_loop(self) -> None:
+        """Keeps the member's time; exits with its parent process if it has one."""
         while True:
-            await asyncio.sleep(self.settings.lease_seconds / TICKS)
-            undecided = self.member.exit_code is None
+            await self._timer.wait()
             now = time.monotonic()
-            order = self.member.tick(now, self.workers.last_heartbeat, self.workers.attached)
-            if order == "detach":  # until it is fenced
-                patience = self.settings.lease_seconds * (FENCE - DETACH)
-                self.workers.detach(patience, "rank 0 does not answer")
-            elif order:
-                self.workers.kill(order)
+            self._perform(self.member.tick(now, self.workers.last_heartbeat))
             self.workers.limit_memory()
             self.workers.kill_spares(partial(self.member.is_silent, now))
-            if undecided and self.member.exit_code is not None:
-                self.log.error("the drain took too long; leaving without it", deadline_s=self.settings.drain_timeout)
             if self.parent and os.getppid() != self.parent:
-                self.member.exit(FAILED)
-            self._check_exit()
+                self._perform(self.member.exit(FAILED, now))
 
     async def _tunnel_loop(self, tunnel: Handle) -> None:
         """Waits for the end of the tunnel. This rank ends with it, and both are restarted."""
@@ -283,31 +309,14 @@ class Supervisor:
         except OSError as error:
             self.log.error(f"{error}; this rank ends with it")
             self._tunnel_ended = True
-            self.member.exit(CRASHED)
             self._signalled.set()  # it may linger
-            self._done.set()
+            self._perform(self.member.exit(CRASHED, time.monotonic()))
 
     # ---- the end
 
-    def _take_signal(self, name: str) -> None:
-        """Leaves. A job manager may signal all processes of the rank, of which the guard passes its signal on: two in
-        quick succession are one."""
-        if (now := time.monotonic()) - self._signal_at >= SAME_SIGNAL_SECONDS:
-            self._signal_at = now
-            self._leave(name)
-
-    def _leave(self, name: str) -> None:
+    def _leave(self, reason: str) -> None:
         self._signalled.set()
-        leaving = self.member.leaving
-        self.member.leave(time.monotonic())
-        if self.member.leaving and not leaving:
-            self.log.info("leaving", signal=name, deadline_s=self.settings.drain_timeout)
-            self._changed.set()
-        self._check_exit()
-
-    def _check_exit(self) -> None:
-        if self.member.exit_code is not None:
-            self._done.set()
+        self._perform(self.member.leave(reason, time.monotonic()))
 
     async def _exit_code(self) -> int:
         """Waits for the member's exit code. An error in a loop ends this process."""

@@ -1,8 +1,10 @@
-"""The end of asyncio's tasks."""
+"""The end of asyncio's tasks, and the time that they wait for."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,3 +20,23 @@ async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=1.0)
     await asyncio.gather(*everyone, return_exceptions=True)
+
+
+class Timer:
+    """Waits for a deadline (monotonic seconds) that moves."""
+
+    def __init__(self) -> None:
+        self._deadline, self._moved = float("-inf"), asyncio.Event()
+
+    def set(self, deadline: float) -> None:
+        """From now on, it waits until `deadline`."""
+        if deadline < self._deadline:
+            self._moved.set()
+        self._deadline = deadline
+
+    async def wait(self) -> None:
+        """Returns once the deadline has passed."""
+        while (left := self._deadline - time.monotonic()) > 0:
+            self._moved.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._moved.wait(), left)

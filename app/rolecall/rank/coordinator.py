@@ -281,9 +281,9 @@ class Coordinator:
             reply = await replied
         finally:
             del self._requests[number]
-        answer = reply.answer
-        if isinstance(answer, RejectedError):
-            raise answer
+        if isinstance(reply.answer, RejectedError):
+            raise reply.answer
+        answer: Answer = reply.answer
         if reply.key and (due := self.queries.due(reply.key)):
             answer = replace(answer, queries=due)
         return answer

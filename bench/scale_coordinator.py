@@ -57,6 +57,7 @@ async def serve(directory: Path, members: int, lease: float) -> None:
     allow_descriptors()
     lead = Coordinator(describe(members), settings, FIRST, "node")
     await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
+    lead.checked()
     loops = [asyncio.create_task(loop) for loop in lead.loops()]
     print(port, flush=True)
     await asyncio.to_thread(sys.stdin.read)

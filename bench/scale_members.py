@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from bench.scale_coordinator import FIRST, describe
 from rolecall.config import Settings
-from rolecall.gang.member import RETRY_SECONDS, Member
+from rolecall.gang.member import RETRY_SECONDS, Action, Batch, Member, Request
 from rolecall.gang.protocol import Answer, Directive, Heartbeat, Rules, WorkerState, WorkerStatus
 from rolecall.messages.codec import decode, encode
-from rolecall.rank.coordinator import PATH
+from rolecall.tunnel.rank0 import HEARTBEAT_PATH
 
 AT_ONCE = 100  # members that join at the same time
 IDLE = WorkerStatus()
@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
         """The body of the answer."""
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(b"POST %b HTTP/1.1\r\nHost: rank-0\r\nContent-Type: application/json\r\n"
-                              b"Content-Length: %d\r\n\r\n%b" % (PATH.encode(), len(body), body))  # fmt: skip
+                              b"Content-Length: %d\r\n\r\n%b" % (HEARTBEAT_PATH.encode(), len(body), body))  # fmt: skip
         return self._answer
 
     def close(self) -> None:
@@ -77,10 +77,12 @@ class Speaker:
             digest=shared.digest,
             settings=shared.values,
         )
-        self.member = Member(crowd.rules, me, time.monotonic())
+        self.member = Member(crowd.rules, me, lambda: self.worker, time.monotonic(), is_rank0=first)
         self.worker = IDLE
         self.sent_at = 0.0
+        self._request: Request | None = None  # to be posted
         self._changed: asyncio.Future[None] | None = None
+        self._exit_code: int | None = None
 
     @property
     def directive(self) -> Directive | None:
@@ -88,66 +90,71 @@ class Speaker:
 
     async def run(self) -> None:
         """Beats until the job is over for this member, or it is cancelled."""
-        loop, member = asyncio.get_running_loop(), self.member
-        while not member.over and member.exit_code is None:
+        loop = asyncio.get_running_loop()
+        self._perform(self.member.start(time.monotonic()))
+        while self._request and self._exit_code is None:
             _, connection = await loop.create_connection(Connection, "127.0.0.1", self.crowd.port)
             try:
-                while not member.over and member.exit_code is None:
-                    if not await self._beat(connection):
+                while self._request and self._exit_code is None:
+                    if not await self._beat(connection, self._request):
                         break
             finally:
                 connection.close()
 
-    async def _beat(self, connection: Connection) -> bool:
+    async def _beat(self, connection: Connection, request: Request) -> bool:
         """One request, up to its answer or to something newer; False where the connection is of no use any more."""
-        member, crowd = self.member, self.crowd
-        beat, before = member.beat(self.worker), member.directive
-        self.sent_at = sent_at = time.monotonic()
-        answer, self._changed = connection.post(encode(beat)), asyncio.get_running_loop().create_future()
+        member, crowd, before = self.member, self.crowd, self.member.directive
+        self.sent_at, self._request = time.monotonic(), None
+        answer, self._changed = connection.post(encode(request.beat)), asyncio.get_running_loop().create_future()
         await asyncio.wait({answer, self._changed}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
-            return False  # the connection is closed, as the real link does, and the news goes out
+            return False  # the connection is closed, and the news goes out
         now = time.monotonic()
         crowd.beats += 1
-        crowd.whole += beat.heartbeat is not None
-        crowd.slowest = max(crowd.slowest, now - sent_at)
+        crowd.whole += request.beat.heartbeat is not None
+        crowd.slowest = max(crowd.slowest, now - self.sent_at)
         try:
-            taken = member.answered(beat, sent_at, decode(Answer, answer.result()), now)
-        except ConnectionError:
-            taken = False
-        if not taken:
+            batch = member.answered(request, decode(Answer, answer.result()), now)
+        except ConnectionError as error:
+            batch = member.failed(request, str(error), now)
+        self._perform(batch)
+        if member.retries:
             crowd.failures += 1
-            member.failed(now)
             await asyncio.sleep(RETRY_SECONDS)
+            self._perform(member.tick(time.monotonic(), None))
             return False
         if member.directive is not before:
             crowd.ordered(self, now)
-            self._act()
         return True
 
-    def _act(self) -> None:
-        while action := self.member.next_action(self.worker):
-            directive = action.directive
-            if action.kind == "start":
-                self.worker = WorkerStatus(directive.generation, "running", step=1 if self.first else 0)
-            elif action.kind == "end" and self.worker.state == "running":
-                self.worker = WorkerStatus(self.worker.generation, "ended", "stopped")
-            elif directive.drain:
-                self.worker = WorkerStatus(self.worker.generation, "ended", "drained", step=2)
-            self.member.action_done(action)
+    def _perform(self, batch: Batch) -> None:
+        self._request = batch.request or self._request
+        self._exit_code = batch.exit_code
+        if batch.action:
+            self._act(batch.action)
+            self._perform(self.member.done(batch.action, time.monotonic()))
+
+    def _act(self, action: Action) -> None:
+        directive = action.directive
+        if action.kind == "start":
+            self.worker = WorkerStatus(directive.generation, "running", step=1 if self.first else 0)
+        elif action.kind == "end" and self.worker.state == "running":
+            self.worker = WorkerStatus(self.worker.generation, "ended", "stopped")
+        elif directive.drain:
+            self.worker = WorkerStatus(self.worker.generation, "ended", "drained", step=2)
 
     def worker_ends(self, outcome: str, state: WorkerState = "ended") -> None:
         """Its worker ends."""
         self.worker = WorkerStatus(self.worker.generation, state, outcome)  # type: ignore[arg-type]
-        self.news()
+        self._tell(self.member.changed(time.monotonic()))
 
     def leave(self) -> None:
         """Its supervisor is sent SIGTERM."""
-        self.member.leave(time.monotonic())
-        self.news()
+        self._tell(self.member.leave("SIGTERM", time.monotonic()))
 
-    def news(self) -> None:
+    def _tell(self, batch: Batch) -> None:
         """Its heartbeat goes out at once."""
+        self._perform(batch)
         if self._changed and not self._changed.done():
             self._changed.set_result(None)
 

@@ -48,7 +48,9 @@ class Wire:
     def in_flight(self, to: str) -> int:
         return self.loads.get(to, 0)
 
-    def lose(self, peer: Peer) -> None: ...
+    def lose(self, peer: Peer) -> None:
+        if future := self.futures.get(peer.name):
+            future.end(None, GONE)
 
     def joined(self, peer: Peer) -> None: ...
 

@@ -156,6 +156,7 @@ async def rank_0(
     lead = Coordinator(describe.describe("rl", ["--observers", "1"]), values, "first", node)
     try:
         await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
+        lead.checked()
         loops = [asyncio.create_task(loop) for loop in lead.loops()]
         yield lead
         for loop in loops:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.gang.directives import name_of_directive
 from rolecall.gang.generation import Generation
-from rolecall.gang.protocol import Answer, Beat, Event, Heartbeat
+from rolecall.gang.protocol import Answer, Batch, Beat, Event, Heartbeat
 from rolecall.messages.codec import decode, encode
 from rolecall.rank.coordinator import Coordinator
 from rolecall.tunnel.rank0 import HEARTBEAT_PATH, CoordinatorClient
@@ -38,6 +39,7 @@ async def serving(
     )
     lead = Coordinator(describe.describe("rl", ["--observers", "1"]), settings, FIRST, "node")
     await lead.start(telemetry.build(telemetry.COORDINATOR, registry))
+    lead.checked()
     loops = [asyncio.create_task(loop) for loop in lead.loops()]
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.port}") as session:
@@ -68,7 +70,7 @@ def first_beat(lead: Coordinator, known: str = "", incarnation: str = FIRST, rol
 
 async def waits(lead: Coordinator, request: asyncio.Task[Answer], incarnation: str) -> None:
     """Until `request` has arrived and waits."""
-    while incarnation not in {waiting.beat.incarnation for waiting in lead.waiting.values()}:
+    while incarnation not in {waiting.beat.incarnation for waiting in lead.gang.requests.waiting.values()}:
         assert not request.done()
         await asyncio.sleep(0.01)
 
@@ -163,7 +165,7 @@ def test_outdated_beats_leave_their_connections_to_newer_ones(tmp_path: Path) ->
                 outdated = None
                 for number in range(2, 12):
                     request = asyncio.create_task(client.post(Beat(FIRST, number, since=1, known=known)))
-                    while not any(waiting.beat.sequence == number for waiting in lead.waiting.values()):
+                    while not any(each.beat.sequence == number for each in lead.gang.requests.waiting.values()):
                         assert not request.done()
                         await asyncio.sleep(0.01)
                     if outdated:  # its connection is free once its answer is read, on a busy machine not at once
@@ -182,12 +184,12 @@ def test_joins_stays_and_replacements_are_metrics_and_history(tmp_path: Path) ->
         async with serving(tmp_path, registry=registry) as (lead, _):
             gang, history = lead.gang, lead.files.journal.history
             gang.generation = Generation(2, {}, 0.0)
-            gang.events += [
+            events = (
                 Event("generation", number=2, members="agent_0, observer_0-2", stayed=3),
                 Event("joined", members="observer_3-4", seconds=2.5, joins=(0.5, 2.5)),
                 Event("lost", cause="replaced", reason="agent_0 wants another worker of observer_0"),
-            ]
-            lead.crashed(("observer", 0))  # news, which the coordinator reports at once
+            )
+            lead._perform(Batch((), None, events, time.monotonic()))
             values = {
                 name: registry.get_sample_value(f"rolecall_{name}")
                 for name in ("gang_joins_total", "gang_stays_total", "gang_join_seconds_count", "gang_join_seconds_sum")

@@ -1,48 +1,40 @@
-"""A member's heartbeats where news come faster than answers."""
+"""A member's heartbeats: where news come faster than answers, and where rank 0 has another token."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.errors import CRASHED
-from rolecall.gang.member import Member
+from rolecall.gang import member as members
+from rolecall.gang.member import Batch, Member
 from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Query, WorkerStatus
 from rolecall.messages.queries import Question, StartTrace
-from rolecall.rank import coordinator, heartbeats
+from rolecall.rank import coordinator, tasks
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.queries import Replies
-from rolecall.rank.worker_manager import WorkerManager
 from rolecall.tunnel.rank0 import CoordinatorClient, UntrustedRank0Error
 
 NEWS = 30
 
 
-class Outdating:
-    """A coordinator that knows the member: it answers a beat once the next one is there, which comes at once."""
+class Link:
+    """The way of heartbeats to rank 0, whose first answer is a directive."""
 
-    def __init__(self, member: Member, changed: asyncio.Event) -> None:
-        self.member, self.changed = member, changed
-        self.posts, self.waiting = 0, asyncio.get_running_loop().create_future()
+    def __init__(self) -> None:
+        self.posts = 0
 
     async def post(self, beat: Beat) -> Answer:
         self.posts += 1
-        if self.posts == 1:
-            return Answer("lead", Directive("stop", 0, 1, role="ps"))
-        if not self.waiting.done():
-            self.waiting.set_result(Answer(queries=(Query(str(self.posts), "trace", {"seconds": self.posts}),)))
-        self.waiting = asyncio.get_running_loop().create_future()
-        self.member.over = self.posts == NEWS
-        self.changed.set()
-        return await self.waiting
+        return Answer("lead", Directive("stop", 0, 1, role="ps")) if self.posts == 1 else await self.later()
+
+    async def later(self) -> Answer:
+        raise NotImplementedError
 
     async def reply(self, number: str, result: Any) -> None:
         pass
@@ -51,65 +43,78 @@ class Outdating:
         return not post.done()
 
 
-async def refuse(_: Question) -> None:
-    raise LookupError
+async def beat(
+    settings: Settings, link: Link, joined_at: float, enough: asyncio.Event
+) -> tuple[Member, list[Question]]:
+    """A member at `link`, which asks and is answered until that is `enough`, or it exits; and what rank 0 asked it."""
+    asked = list[Question]()
+
+    async def handle(question: Question) -> None:
+        asked.append(question)
+
+    def perform(batch: Batch) -> None:
+        if batch.request:
+            heartbeats.send(batch.request)
+        timer.set(batch.deadline)
+        if batch.exit_code is not None:
+            enough.set()
+
+    async def keep_time() -> None:
+        while True:
+            await timer.wait()
+            perform(member.tick(time.monotonic(), None))
+
+    timer = tasks.Timer()
+    status = WorkerStatus()
+    member = Member(coordinator.rules(settings), Heartbeat("ps", 0, "x", 0), lambda: status, joined_at)
+    heartbeats = Heartbeats(settings, member, perform, Replies(handle))
+    link.changed = lambda: perform(member.changed(time.monotonic()))  # type: ignore[attr-defined]
+    perform(member.start(time.monotonic()))
+    running = {asyncio.create_task(heartbeats.run(cast(CoordinatorClient, link))), asyncio.create_task(keep_time())}
+    await enough.wait()
+    await tasks.cancel(running)
+    return member, asked
 
 
-def _member(settings: Settings, now: float) -> Member:
-    return Member(coordinator.rules(settings), Heartbeat("ps", 0, "incarnation", 0), now)
+class Outdating(Link):
+    """A coordinator that knows the member: it answers a beat once the next one is there, which comes at once."""
+
+    def __init__(self, enough: asyncio.Event) -> None:
+        super().__init__()
+        self.enough, self.waiting = enough, asyncio.get_running_loop().create_future()
+
+    async def later(self) -> Answer:
+        if not self.waiting.done():
+            self.waiting.set_result(Answer(queries=(Query(str(self.posts), "trace", {"seconds": self.posts}),)))
+        waiting = self.waiting = asyncio.get_running_loop().create_future()
+        if self.posts == NEWS:
+            self.enough.set()
+        self.changed()  # type: ignore[attr-defined]
+        return await waiting
 
 
 def test_changes_faster_than_answers_still_renew_the_lease(tmp_path: Path) -> None:
     async def steps() -> None:
-        settings, began = Settings(job="ps", checkpoint_dir=tmp_path), time.monotonic()
-        member = _member(settings, began - 4.0)
-        changed, asked = asyncio.Event(), list[Question]()
-
-        async def handle(question: Question) -> None:
-            asked.append(question)
-
-        replies = Replies(handle)
-        metrics = telemetry.build(telemetry.SUPERVISOR, CollectorRegistry())
-        link, contacts = Outdating(member, changed), set[float]()
-
-        class Workers:
-            def status(self) -> WorkerStatus:
-                contacts.add(member.contact)
-                return WorkerStatus(step=link.posts)
-
-        heartbeats = Heartbeats(
-            settings, member, cast(WorkerManager, Workers()), metrics=metrics, replies=replies, changed=changed
-        )
-        async for _ in heartbeats.exchange(cast(CoordinatorClient, link)):
-            changed.set()
-        assert link.posts == NEWS
-        assert len(contacts) > NEWS / 2  # it moves on with almost every beat
-        assert asked[:3] == [
-            StartTrace(3),
-            StartTrace(4),
-            StartTrace(5),
-        ]  # queries that came with such answers are replied to
+        enough, began = asyncio.Event(), time.monotonic()
+        link = Outdating(enough)
+        member, asked = await beat(Settings(job="ps", checkpoint_dir=tmp_path), link, began - 4.0, enough)
+        assert member.contact >= began
+        assert asked[:3] == [StartTrace(3), StartTrace(4), StartTrace(5)]  # what came with such answers
 
     asyncio.run(asyncio.wait_for(steps(), 30))
 
 
-class Rotated:
+class Rotated(Link):
     """A coordinator that has another token than the member, after its first answer."""
 
-    def __init__(self, member: Member) -> None:
-        self.member, self.posts = member, 0
+    def __init__(self, enough: asyncio.Event) -> None:
+        super().__init__()
+        self.enough = enough
 
-    async def post(self, beat: Beat) -> Answer:
-        self.posts += 1
-        if self.posts == 1:
-            return Answer("lead", Directive("stop", 0, 1, role="ps"))
+    async def later(self) -> Answer:
+        if self.posts > 3:
+            self.enough.set()
         raise UntrustedRank0Error("JOB_TOKEN does not match, or it is another job")
-
-    async def reply(self, number: str, result: Any) -> None:
-        pass
-
-    def outdate(self, post: asyncio.Task[Answer]) -> bool:
-        return not post.done()
 
 
 @pytest.mark.parametrize("replaced", [True, False])
@@ -117,7 +122,7 @@ def test_rank_with_a_replaced_token_file_is_started_again(
     tmp_path: Path, replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tunnel has the old token. One whose file has not changed waits: another may have rank 0's address."""
-    monkeypatch.setattr(heartbeats, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(members, "RETRY_SECONDS", 0.01)
 
     async def steps() -> int | None:
         file = tmp_path / "token"
@@ -125,15 +130,8 @@ def test_rank_with_a_replaced_token_file_is_started_again(
         settings = Settings(job="ps", checkpoint_dir=tmp_path, job_token_file=file)
         if replaced:
             file.write_text("a newer token of 16 bytes")
-        member = _member(settings, time.monotonic())
-        changed, link = asyncio.Event(), Rotated(member)
-        metrics = telemetry.build(telemetry.SUPERVISOR, CollectorRegistry())
-
-        workers = cast(WorkerManager, SimpleNamespace(status=WorkerStatus))
-        beats = Heartbeats(settings, member, workers, metrics=metrics, replies=Replies(refuse), changed=changed)
-        async for _ in beats.exchange(cast(CoordinatorClient, link)):
-            changed.set()  # the first answer is a directive
-            member.over = member.exit_code is not None or link.posts > 3
+        enough = asyncio.Event()
+        member, _ = await beat(settings, Rotated(enough), time.monotonic(), enough)
         return member.exit_code
 
     assert asyncio.run(asyncio.wait_for(steps(), 30)) == (CRASHED if replaced else None)

@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare.registry import Identity
 from rolecall.gang.protocol import Answer, Directive, WorkerStatus
 from rolecall.messages.queries import Question
-from rolecall.rank import queries, tasks, worker_process
-from rolecall.rank.heartbeats import Heartbeats
+from rolecall.rank import tasks, worker_process
 from rolecall.rank.supervisor import Supervisor
 from rolecall.rank.worker_manager import WorkerManager
-from rolecall.tunnel.rank0 import CoordinatorClient
 from tests.ports import free_ports
 from tests.rank.managed import JOB, is_deaf, obeys
 
@@ -50,7 +45,9 @@ def test_worker_leaves_its_generation_if_rank0_is_silent(
         member, now = supervisor.member, time.monotonic()
         directive = Directive("run", 1, 2, 1, role="observer", stays=stays, listed=2)
         answer = Answer("rank 0", directive, members=(("agent", ((0, 0),)), ("observer", ((1, 1),))))
-        assert member.answered(member.beat(supervisor.workers.status()), now - ago, answer, now)
+        request = member.start(now - ago).request
+        assert request is not None
+        supervisor._perform(member.answered(request, answer, now))
 
     async def play() -> WorkerStatus:
         supervisor = Supervisor(
@@ -62,7 +59,7 @@ def test_worker_leaves_its_generation_if_rank0_is_silent(
         try:
             await until(supervisor, "running")
             hear(supervisor, SILENT)
-            running.add(asyncio.create_task(supervisor._liveness_loop()))
+            running.add(asyncio.create_task(supervisor._time_loop()))
             await until(supervisor, left.state)
             return supervisor.workers.status()
         finally:
@@ -101,33 +98,24 @@ def test_members_are_answered_while_rank0_checks_the_settings(monkeypatch: pytes
         lease_seconds=1.5,
         rejoin_timeout=1.0,
     )
-    registry = CollectorRegistry()
 
     async def play() -> None:
         lead = Supervisor(JOB, settings, Identity("agent", 0), tmp_path, tunnel=None)
-        member = Supervisor(JOB, settings, Identity("observer", 1), tmp_path, tunnel=None).member
+        other = Supervisor(JOB, settings, Identity("observer", 1), tmp_path, tunnel=None)
+        other._make_metrics()
         running = asyncio.create_task(lead.run())
+        beating = set[asyncio.Task[None]]()
         try:
             await checking.wait()
-            beats = Heartbeats(
-                settings,
-                member,
-                cast(WorkerManager, SimpleNamespace(status=WorkerStatus)),
-                metrics=telemetry.build(telemetry.SUPERVISOR, registry),
-                replies=queries.Replies(refuse),
-                changed=asyncio.Event(),
-            )
-            until = time.monotonic() + 2 * settings.rejoin_timeout
-            async with CoordinatorClient(settings, None) as client:
-                async for _ in beats.exchange(client):
-                    if time.monotonic() > until:
-                        break
+            beating = {asyncio.create_task(loop) for loop in (other._heartbeat_loop(), other._time_loop())}
+            await asyncio.sleep(2 * settings.rejoin_timeout)
         finally:
+            await tasks.cancel(beating)
             lead._leave("the test")
             checked.set()
             await running
-        assert member.directive is not None
-        assert member.directive.kind == "detach"  # the job has not failed for lack of rank 0
+        assert other.member.directive is not None
+        assert other.member.directive.kind == "detach"  # the job has not failed for lack of rank 0
+        assert other.metrics.gang_unreachable._value.get() == 0
 
     asyncio.run(asyncio.wait_for(play(), DEADLINE))
-    assert registry.get_sample_value("rolecall_gang_unreachable_total") == 0

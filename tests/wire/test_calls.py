@@ -207,20 +207,6 @@ def test_calls_wait_for_their_link_and_the_caller_does_not(wires: Wires, gate: G
     assert gone.wait(DEADLINE)
 
 
-def test_a_loss_ends_what_waits_for_the_link(wires: Wires, gate: Gate) -> None:
-    gone = threading.Event()
-    future = wires.call("a", "b", "echo", 1)
-    wires.wires["a"].on_disconnect("b", lambda peer: gone.set())
-    wires.wires["a"].lose("b", "it was lost")
-    with pytest.raises(PeerLostError, match="b does not answer: it was lost"):
-        future.result(DEADLINE)
-    assert gone.wait(DEADLINE)
-    gate.gate(0).set()
-    until(lambda: not wires.wires["b"]._links._accepted, "the end of the connection that nobody wants")
-    with pytest.raises(PeerLostError, match="it was lost"):
-        wires.call("a", "b", "echo", 1).result(DEADLINE)
-
-
 @pytest.mark.parametrize("first", ["old", "new"])
 def test_a_peer_that_joins_again_is_connected_to_anew(wires: Wires, gate: Gate, first: str) -> None:
     """Whichever connection is made first: the part that was to be called has gone."""
@@ -284,12 +270,3 @@ def test_bytes_in_flight_are_bounded(wires: Wires, monkeypatch: pytest.MonkeyPat
     assert second == [bytes(8000)]
     assert first.result(DEADLINE) == bytes(8000)
     assert wires.call("a", "b", "echo", bytes(50_000)).result(DEADLINE) == bytes(50_000)  # alone
-
-
-def test_calls_in_flight_are_bounded(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "MAX_IN_FLIGHT", 5)
-    waiting = [wires.call("a", "b", "wait") for _ in range(5)]
-    with pytest.raises(CallTimeoutError, match="earlier calls"):
-        wires.call("a", "b", "echo", 1, seconds=0.1).result(DEADLINE)
-    waiting[0].cancel()
-    assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1

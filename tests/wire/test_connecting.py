@@ -184,6 +184,11 @@ def test_the_newest_part_of_a_member_calls_and_is_called(tmp_path: Path) -> None
     assert not b.lost  # it is back
     b.dialer.find = lambda peer, join: new.address
     assert call(b, "a_0", "echo", 4) == 4
+    b.wire.lose("c_0", "it was lost", 2)
+    third = Worker("c_0", tmp_path, join=2)
+    third.knows(b)
+    with pytest.raises(PeerLostError):  # also if b has not heard of that part before
+        call(third, "b_0", "echo", 4)
     b.wire.lose("a_0", "late", 0)
     assert call(b, "a_0", "echo", 5) == 5
     b.wire.lose("a_0", "the test says so", 1)

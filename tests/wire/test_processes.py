@@ -62,8 +62,7 @@ def test_large_tensors_by_memory(two: Two) -> None:
     tensors = [torch.rand(size) for size in (10, 100_000, 5_000_000)]
     back = two.ask("echo", tensors).result(DEADLINE)
     assert all(torch.equal(one, other) for one, other in zip(tensors, back, strict=True))
-    (link,) = two.here.wire._links.values()
-    assert link._sockets.pid in (0, two.process.pid)
+    assert two.here.wire._links.link_to("b_0")._sockets.pid in (0, two.process.pid)
 
 
 def test_a_killed_peer(two: Two) -> None:
@@ -73,6 +72,7 @@ def test_a_killed_peer(two: Two) -> None:
     for future in waiting:
         with pytest.raises(PeerLostError, match="b_0 does not answer"):
             future.result(DEADLINE)
+    until(lambda: two.here.lost, "the report")
     assert "b_0 does not answer" in two.here.lost[0]
 
 

@@ -77,7 +77,7 @@ def test_calls_and_streams_between_ranks(ranks: Ranks) -> None:
     tensor = torch.rand(3_000_000)
     assert torch.equal(pair.call("echo", tensor), tensor)
     assert [pair.call("echo", number) for number in range(100)] == list(range(100))
-    (link,) = pair.rank0.wire._accepted
+    (link,) = pair.rank0.wire._links._accepted
     assert isinstance(link._sockets.incoming, ssl.SSLSocket)
     assert link._sockets.incoming is not link._sockets.outgoing
     assert link._sockets.incoming.version() == "TLSv1.3"
@@ -160,7 +160,7 @@ def test_who_steals_tickets_only_delays_their_owner(ranks: Ranks) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert len(received(robbed)) < 100
     assert pair.call("echo", 2) == 2
-    assert len(pair.rank0.wire._accepted) == 1
+    assert len(pair.rank0.wire._links._accepted) == 1
 
 
 @pytest.mark.parametrize("harm", ["a bit forth", "a bit back", "dropped", "cut"])
@@ -209,7 +209,7 @@ def test_what_passes_by_is_no_plain_text_and_of_no_use_later(ranks: Ranks) -> No
         with dialled(ranks[0].port) as connection, contextlib.suppress(ConnectionError):
             connection.sendall(words)
             received(connection)  # a ServerHello, at most, which only its maker can go on from
-    assert len(pair.rank0.wire._accepted) == 1
+    assert len(pair.rank0.wire._links._accepted) == 1
     assert pair.call("count_calls") == 2
 
 

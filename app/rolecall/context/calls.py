@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
+import queue
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
-from rolecall.context.group import Answers, Group
+from rolecall.context.group import Group
 from rolecall.declare import registry
 from rolecall.declare.remote import Remote, require_remote
 from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.record.recorder import recorder
+from rolecall.wire import apart
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.messages import EXAMINE_SECONDS, Request
 from rolecall.wire.session import Session
@@ -20,6 +21,7 @@ from rolecall.wire.session import Session
 P = ParamSpec("P")
 T = TypeVar("T")
 Later = Coroutine[Any, Any, T] | concurrent.futures.Future[T]  # what a method may return in place of its answer
+Answers = queue.SimpleQueue[tuple[str, concurrent.futures.Future[Any]]]  # with the names of who has given them
 Lost = Literal["skip", "raise", "answer"]
 NOT_SERVED = "has turn=True, which rank 0 never serves: the job is over once its `run` has returned"
 
@@ -140,13 +142,14 @@ class Calls:
         called = {peer.name: peer for peer in self._members(role)}
         for name in called:
             self._require_served(mark, method, name)
-        answers, session = group.collect(), group.session
+        answers: Answers = queue.SimpleQueue()
+        session = group.session
         limit = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
         calls = list[Future[Any]]()
         for name in called:
             future = self._send(name, mark, method, args, kwargs)
             calls.append(future)
-            future.add_done_callback(lambda answered, name=name: answers.put((name, answered)))
+            future.then(lambda answered, name=name: answers.put((name, answered)))
         # longer than the calls' own deadlines, which end each of them
         seconds = limit.total + 2 * EXAMINE_SECONDS + group.settings.rpc_timeout if limit else None
         elastic = group.is_elastic(role)
@@ -208,9 +211,7 @@ class Calls:
         while called:
             with recorder.span("wait"):
                 name, answered = answers.get(timeout=seconds)
-            peer = called.pop(name, None)
-            if peer is None:
-                continue  # lost before its answer came
+            peer = called.pop(name)
             try:
                 value = self._outcome(peer, answered)
             except (PeerLostError, CallTimeoutError) as error:
@@ -228,9 +229,9 @@ class Calls:
         if not any_answered:
             group.require_peers(role)  # all were lost meanwhile
 
-    def _outcome(self, peer: Peer, answered: Future[Any] | None) -> Any:
+    def _outcome(self, peer: Peer, answered: concurrent.futures.Future[Any]) -> Any:
         """The answer of a call to `peer`. Raises what the call failed with."""
-        if answered is None or peer.name in self._group.lost:
+        if peer.name in self._group.lost:
             raise PeerLostError(f"{peer.name} was lost")
         try:
             return answered.result()
@@ -273,7 +274,7 @@ class Calls:
             calls.append(self._send(name, mark, method, args, kwargs))
             if answer.cancelled():  # before it referred to this call
                 calls[-1].cancel()
-            calls[-1].add_done_callback(ended)
+            calls[-1].then(ended)
 
         def retry(error: PeerLostError) -> None:
             try:
@@ -287,7 +288,7 @@ class Calls:
             error = call.exception()
             if isinstance(error, PeerLostError) and mark.idempotent and not (session is not None and session.ended):
                 # not in this thread: it may have to wait, and others' calls end here too
-                threading.Thread(target=retry, args=(error,), name="call_any", daemon=True).start()
+                apart.run(retry, error)
             else:
                 answer.end(None if error else call.result(), error)
 

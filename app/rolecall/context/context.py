@@ -7,6 +7,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -208,12 +209,12 @@ class Context(Calls, Training, Generic[S]):
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Calls `listener(name)`, from another thread, for every peer that is lost from now on: in this generation, and
         in those that the worker becomes a part of later."""
-        self.group.on_lost.append(listener)
+        self.group.on_lost.append(partial(self.group.listeners.run, listener))
 
     def on_joined(self, listener: Callable[[str], None]) -> None:
         """Calls `listener(name)`, from another thread, for every peer that joins from now on, or joins again after it
         was lost, while the generation runs."""
-        self.group.on_joined.append(listener)
+        self.group.on_joined.append(partial(self.group.listeners.run, listener))
 
     def give_up(self, peer: Peer | str, stuck: str = "") -> None:
         """Removes `peer`, which rank 0 found dead, silent or `stuck`, as that text says, and has the gang replace its

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,9 +17,8 @@ from rolecall.context.watchdog import Watchdog
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import PeerLostError, UsageError
+from rolecall.wire.apart import Ordered
 from rolecall.wire.session import Session, serving
-
-Answers = queue.SimpleQueue[tuple[str, Any]]
 
 
 class Opened(NamedTuple):
@@ -65,10 +62,9 @@ class Group:
         self._was_open = False
         self._changed = threading.Condition(threading.RLock())  # for all of the above
         self._elastic = {role.name for role in (job.roles if job else ()) if role.elastic}
-        self.on_lost: list[Callable[[str], None]] = []  # called with a peer's name
+        self.on_lost: list[Callable[[str], None]] = []  # called with a peer's name; they take no time
         self.on_joined: list[Callable[[str], None]] = []
-        self._answers: weakref.WeakSet[Answers] = weakref.WeakSet()  # of `call_each`, under way
-        self._lock = threading.Lock()  # for `_answers`
+        self.listeners = Ordered()  # that the program has
         if attachment:
             self.begin(attachment)
 
@@ -220,13 +216,6 @@ class Group:
         """Whether members of `role` may join and leave while the job trains."""
         return role in self._elastic
 
-    def collect(self) -> Answers:
-        """A queue for answers; it gets (name, None) for a member that is lost meanwhile."""
-        answers: Answers = queue.SimpleQueue()
-        with self._lock:
-            self._answers.add(answers)
-        return answers
-
     # ---- peers that join or are lost
 
     def update(self, attachment: Attachment) -> None:
@@ -278,10 +267,6 @@ class Group:
                 return False
             self.lost.add(peer.name)
             self.losses += 1
-        with self._lock:
-            under_way = list(self._answers)
-        for answers in under_way:
-            answers.put((peer.name, None))
         for listener in self.on_lost:
             listener(peer.name)
         return True

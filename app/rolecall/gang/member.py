@@ -151,10 +151,17 @@ class Member:
         request = Request(self._beat(), now) if send and self.sending else None
         self._request = request or self._request
         notes, self._notes = tuple(self._notes), []
-        exits = self.exit_code is not None and (settled or self.hurried or not (self._is_rank0 and self.acknowledged))
+        stays = self._is_rank0 and self.acknowledged and not settled and not self.hurried
         watch_at = self._ticked + self.rules.lease / TICKS
-        deadline = watch_at if self._request or not self.sending else min(watch_at, self._retry_at)
-        return Batch(request, self._next_action(), worker, notes, self.exit_code, exits, deadline)
+        return Batch(
+            request,
+            self._next_action(),
+            worker=worker,
+            notes=notes,
+            exit_code=self.exit_code,
+            exits=self.exit_code is not None and not stays,
+            deadline=watch_at if self._request or not self.sending else min(watch_at, self._retry_at),
+        )
 
     def _note(self, kind: NoteKind, text: str = "", seconds: float = 0.0) -> None:
         self._notes.append(Note(kind, text, seconds))

@@ -134,13 +134,9 @@ class Coordinator:
         else:
             await endpoints.listen(self._runner, self.settings.bind_addr, self.settings.port, "PORT")
 
-    async def wait_for(self, check: Coroutine[Any, Any, None]) -> None:
-        """Waits for rank 0's `check` of the settings, before the loops. Members are answered meanwhile."""
-        ticking = asyncio.create_task(self._tick_loop())
-        try:
-            await check
-        finally:
-            await tasks.cancel({ticking})
+    def checked(self) -> None:
+        """Rank 0 has checked the settings. Until then members are answered, and wait."""
+        self._perform(self.gang.checked(time.monotonic()))
 
     def crashed(self, key: Key) -> None:
         """The process of the rank `key` has exited."""
@@ -169,7 +165,6 @@ class Coordinator:
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The coroutines that keep it going; its caller ends when one of them does."""
-        self._perform(self.gang.checked(time.monotonic()))
         return [self._tick_loop(), self._persist_loop(), self.files.journal.save_forever(), self.files.watch_lock()]
 
     async def _tick_loop(self) -> None:

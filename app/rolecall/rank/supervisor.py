@@ -105,8 +105,8 @@ class Supervisor:
                 self._coordinator = coordinator
                 self._signed_queries.start(coordinator.queries, coordinator.over)
                 self._site.start(coordinator)
-            check = self.workers.check(self.identity.role)
-            await self._or_signal(coordinator.wait_for(check) if coordinator else check)
+                self._tasks |= {asyncio.create_task(loop) for loop in coordinator.loops()}
+            await self._or_signal(self.workers.check(self.identity.role))
             if member.exit_code is not None:
                 return member.exit_code  # a signal came
             if self.is_rank0 and not self.run_pid:  # `rolecall run` says it itself
@@ -114,7 +114,8 @@ class Supervisor:
                     "this run as a page", url=f"http://{self.settings.master_addr}:{self.settings.metrics_port}/"
                 )
             loops = [self._heartbeat_loop(), self._action_loop(), self._time_loop()]
-            loops += coordinator.loops() if coordinator else []
+            if coordinator:
+                coordinator.checked()
             traces = collecting.Collector(coordinator) if coordinator and self.settings.trace else None
             loops += [traces.run()] if traces else []
             loops += [self._tunnel_loop(self.tunnel)] if self.tunnel else []

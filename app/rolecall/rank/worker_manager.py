@@ -148,11 +148,6 @@ class WorkerManager:
         return self.core.status()
 
     @property
-    def attached(self) -> bool:
-        """Whether it is a part of a generation, or becomes one."""
-        return self.core.worker is not None and self.core.worker.attached
-
-    @property
     def last_heartbeat(self) -> float | None:
         """When it last sent something (monotonic seconds); None without a process."""
         return self.core.worker.last_heartbeat if self.core.worker else None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rolecall import telemetry
 
+FAILED = "a callback has failed"
 MAX_IDLE = 8  # threads that wait for more; further ones end
 
 
@@ -34,7 +37,7 @@ class _Threads:
             try:
                 function(*args)
             except BaseException:  # such as a callback's: nobody else learns of it
-                telemetry.log().exception("what a call has led to has failed")
+                telemetry.log().exception(FAILED)
             del function, args  # they may hold large values
             with self._lock:
                 if self._idle >= MAX_IDLE:
@@ -44,3 +47,30 @@ class _Threads:
 
 
 run = _Threads().run
+
+
+class Ordered:
+    """Runs functions apart from who asks for it, one after the other."""
+
+    def __init__(self) -> None:
+        self._work = deque[Callable[[], object]]()
+        self._lock = threading.Lock()
+
+    def run(self, function: Callable[..., object], *args: Any) -> None:
+        """Runs `function` once those before have returned."""
+        with self._lock:
+            self._work.append(partial(function, *args))
+            is_first = len(self._work) == 1
+        if is_first:
+            run(self._run_all)
+
+    def _run_all(self) -> None:
+        while True:
+            try:
+                self._work[0]()
+            except BaseException:
+                telemetry.log().exception(FAILED)
+            with self._lock:
+                self._work.popleft()
+                if not self._work:
+                    return

@@ -171,7 +171,7 @@ class Wire:
             return
         link = self._link(peer, sockets)
         link.start()  # first: a peer that waits for its answers to be read may not read what is sent
-        self._take(self._links.connected, peer, attempt, link, sockets.join, time.monotonic())
+        self._take(self._links.connected, peer, attempt, link, epoch=sockets.join, now=time.monotonic())
         if link.ended:  # perhaps before it was known
             self._take(self._links.closed, link, link.problem)
 
@@ -234,7 +234,7 @@ class Wire:
         pickling the arguments raises."""
         content = content or encode(tuple(request))
         call = Pending(
-            to, request.method, deadline, content.nbytes, request.internal, urgent, request=request, ended=ended
+            to, request.method, deadline, content.nbytes, request.internal, urgent=urgent, request=request, ended=ended
         )
         call.future = Future(partial(self._give_up, call), partial(self._wakeups.put, call))
         self._start(call, content)

@@ -1,0 +1,141 @@
+"""No thread that others wait for runs what is the user's: callbacks, listeners, `undo`, and what pickles name."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rolecall import remote
+from rolecall.errors import CallTimeoutError, PeerLostError
+from rolecall.wire.codec import encode
+from rolecall.wire.dispatch import Handover
+from rolecall.wire.frames import FrameReader, FrameWriter, Kind
+from rolecall.wire.link import Sockets
+from rolecall.wire.messages import Request
+from tests.wire.wires import DEADLINE, Wires
+
+SOON = DEADLINE / 4  # in which what is not held up has come
+GO = threading.Event()  # what blocks goes on
+
+
+def wait() -> bool:
+    return GO.wait(DEADLINE)
+
+
+class Blocks:
+    """Blocks as it is pickled, or as it is read."""
+
+    def __init__(self, pickling: bool) -> None:
+        self.pickling = pickling
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        if self.pickling:
+            wait()
+        return (bool, ()) if self.pickling else (wait, ())
+
+
+class Blocking:
+    """What `b` serves."""
+
+    @remote
+    def read(self) -> Blocks:
+        return Blocks(pickling=False)
+
+    @remote
+    async def write(self) -> Blocks:
+        return Blocks(pickling=True)
+
+    @remote
+    async def hand_over(self) -> Handover[int]:
+        return Handover(1, wait)
+
+    @remote
+    async def hang(self) -> None:
+        import asyncio
+
+        await asyncio.sleep(DEADLINE)
+
+    @remote
+    async def quick(self) -> int:
+        return 1
+
+    @remote(stream=True)
+    def items(self) -> Iterator[Blocks]:
+        yield Blocks(pickling=False)
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    GO.clear()
+    made = Wires("a", "b", "c")
+    made.wires["b"].dispatcher.serve(Blocking())
+    yield made
+    GO.set()
+    made.close()
+
+
+def is_prompt(function: Callable[..., object], *args: object) -> bool:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    thread.join(SOON)
+    return not thread.is_alive()
+
+
+def test_a_callback_holds_up_no_loss_and_no_other_call(wires: Wires) -> None:
+    first, second = (wires.call("a", "b", "hang") for _ in range(2))
+    first.add_done_callback(lambda _: wait())
+    wires.wires["a"].on_disconnect("b", lambda _: wait())
+    assert is_prompt(wires.wires["a"].lose, "b", "it was lost")
+    assert isinstance(second.exception(SOON), PeerLostError)
+    again = wires.call("a", "c", "echo", 1)
+    again.add_done_callback(lambda _: wait())
+    assert wires.call("a", "c", "echo", 2).result(SOON) == 2
+
+
+def test_a_callback_holds_up_no_deadline(wires: Wires) -> None:
+    first, second = (wires.call("a", "b", "hang", seconds=0.1) for _ in range(2))
+    first.add_done_callback(lambda _: wait())
+    assert isinstance(second.exception(SOON), CallTimeoutError)
+    assert isinstance(wires.call("a", "c", "wait", seconds=0.1).exception(SOON), CallTimeoutError)
+    wires.members["c"].go.set()
+
+
+def test_a_callback_holds_up_no_end_of_a_session(wires: Wires) -> None:
+    wires.call("a", "b", "hang").add_done_callback(lambda _: wait())
+    assert is_prompt(wires.wires["a"]._session.end)
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_an_answer_holds_up_no_other(wires: Wires, method: str) -> None:
+    """However long its value takes to be pickled, or to be read."""
+    slow = wires.call("a", "b", method)
+    assert wires.call("a", "b", "quick").result(SOON) == 1
+    assert not slow.done()
+    GO.set()
+    slow.result(DEADLINE)
+
+
+def test_an_item_of_a_stream_is_read_by_its_reader(wires: Wires) -> None:
+    stream = wires.stream("a", "b", "items")
+    reads = concurrent.futures.ThreadPoolExecutor(1).submit(next, stream)
+    assert wires.call("a", "b", "quick").result(SOON) == 1
+    assert not reads.done()
+    GO.set()
+    assert reads.result(DEADLINE) is True
+
+
+def test_an_undo_holds_up_no_link(wires: Wires) -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        wires.wires["b"].accept("x", Sockets(theirs, theirs))
+        ours.settimeout(SOON)
+        writer, reader = FrameWriter(ours), FrameReader(ours, 2**20)
+        writer.send(Kind.REQUEST, 1, encode(tuple(Request("hand_over", (), {}, 0.0))))
+        assert reader.next().kind == Kind.HANDOVER
+        writer.send(Kind.CANCEL, 1, encode(None))
+        writer.send(Kind.REQUEST, 2, encode(tuple(Request("quick", (), {}, 0.0))))
+        assert reader.next().call == 2

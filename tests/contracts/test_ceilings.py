@@ -10,19 +10,20 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 
 # lines of Python in each folder; a comment says why one was raised
 ROOMS = {
-    "rolecall": 1980,
-    "rolecall/checkpoint": 2040,
-    "rolecall/context": 2880,
-    "rolecall/declare": 1460,
+    "rolecall": 1990,
+    "rolecall/checkpoint": 2050,
+    "rolecall/context": 2920,  # the end of a worker in a process that goes on
+    "rolecall/declare": 1470,
     "rolecall/export": 920,
     "rolecall/gang": 2000,
+    "rolecall/inprocess": 900,  # threads in place of processes, sockets and HTTP
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
     "rolecall/jobs/rl": 4240,
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
-    "rolecall/launch": 2350,
+    "rolecall/launch": 2410,  # `rolecall run --in-process`
     "rolecall/life": 1090,  # what rank decided before, and its table of states
     "rolecall/links": 760,
     "rolecall/messages": 560,  # the declarations and codecs of six rooms
@@ -33,7 +34,7 @@ ROOMS = {
     "rolecall/observe/stacks": 630,
     "rolecall/observe/trace": 810,
     "rolecall/rank": 4680,
-    "rolecall/record": 1370,
+    "rolecall/record": 1380,
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2050,
     "rolecall/weights": 950,

@@ -117,6 +117,15 @@ def test_it_runs_from_a_thread_and_beside_an_event_loop(tmp_path: Path) -> None:
     assert results == [1, 2]
 
 
+def test_a_run_within_another_one_is_refused(tmp_path: Path) -> None:
+    def lead(*_: Any) -> dict[str, str]:
+        with pytest.raises(UsageError) as raised:
+            run(lambda *_: None, tmp_path / "inner")
+        return {"problem": str(raised.value)}
+
+    assert "a job runs in this process already" in run(lead, tmp_path)["result"]["problem"]
+
+
 # ---- ends
 
 

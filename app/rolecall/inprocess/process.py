@@ -19,8 +19,11 @@ from rolecall import config, telemetry
 from rolecall.config import Settings
 from rolecall.context.context import mixed_seed, seed_generators
 from rolecall.context.eager import skip_dynamo_import
+from rolecall.errors import UsageError
 from rolecall.inprocess import threads
 from rolecall.wire import apart
+
+_taken = threading.Lock()  # by a run
 
 
 class Terminal:
@@ -63,7 +66,9 @@ def _run_apart(function: Callable[..., object], *arguments: Any) -> None:
 def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -> Iterator[None]:
     """Within the block, this process is that of all ranks of a run: torch's threads, random numbers, the log,
     to `stream` or standard output, `breakpoint()`, and how often Python switches threads. `quit` is called as the user
-    leaves the debugger."""
+    leaves the debugger. Raises UsageError within another one's block."""
+    if not _taken.acquire(blocking=False):
+        raise UsageError("a job runs in this process already; wait for its end, or run one without --in-process")
     threads.follow()
     pool, apart.run = apart.run, _run_apart
     torch_threads, switching, hook = torch.get_num_threads(), sys.getswitchinterval(), sys.breakpointhook
@@ -81,6 +86,7 @@ def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -
         yield
     finally:
         apart.run = pool
+        _taken.release()
         torch.set_num_threads(torch_threads)
         sys.setswitchinterval(switching)
         sys.breakpointhook = hook

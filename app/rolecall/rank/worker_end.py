@@ -30,8 +30,8 @@ from rolecall.torch_rpc import failures, tracing
 
 REPORT_SECONDS = 0.5
 NO_DEBUGGER = (
-    "finds no terminal in a rank's process: call the method in a test, with a stand-in for its Context, or see where "
-    "it is by `rolecall stacks RUN`; PYTHONBREAKPOINT may name a debugger that needs no terminal"
+    "finds no terminal in a rank's process: run the job with --in-process, or see where it is by `rolecall stacks "
+    "RUN`; PYTHONBREAKPOINT may name a debugger that needs no terminal"
 )
 
 

@@ -87,6 +87,8 @@ class World:
             room = [call for call in self.links.calls.values() if call.to == peer.name and call.has_room]
             assert (peer.in_flight, peer.nbytes) == (len(room), sum(call.nbytes for call in room))
             assert (peer.link is not None) <= (peer.state in ("connecting", "up"))
+            assert self.links.link_to(peer.name) is (peer.link if peer.state == "up" else None)
+            assert self.links.has_lost(peer.name) == (peer.state == "lost")
         assert all(call.live for call in self.links.calls.values())
 
     def printed(self, effect: Any) -> str:

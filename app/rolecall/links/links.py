@@ -204,7 +204,6 @@ class Links:
         call.state = state
         del self.calls[call.number]
         if call.has_room:
-            call.has_room = False
             peer.in_flight -= 1
             peer.nbytes -= call.nbytes
 
@@ -370,10 +369,9 @@ class Links:
         return self.batch()
 
     def _join(self, peer: Peer, epoch: int) -> None:
-        was_connecting = peer.state == "connecting"
         self._replace(peer, epoch)
         peer.state, peer.problem = "absent", ""
-        if was_connecting or peer.waiting or peer.queue:  # to what may have gone: those that wait get the new one
+        if peer.waiting or peer.queue:  # they get the new one
             self._connect(peer)
 
     def _replace(self, peer: Peer, epoch: int) -> None:

@@ -55,6 +55,8 @@ ROOMS = (
     "__main__",
 )
 ROOMS_TABLE = re.compile(r"(<!-- rooms: .*-->\n).*(<!-- end of rooms -->)", re.DOTALL)
+STATES = re.compile(r"(<!-- states: .*-->\n).*(<!-- end of states -->)", re.DOTALL)
+TABLE = re.compile(r"^\| state \|.*?(?=^[^|]|\Z)", re.DOTALL | re.MULTILINE)
 CHECKS = re.compile(r"(<!-- checks: .*-->\n).*(<!-- end of checks -->)", re.DOTALL)
 CHOICES = re.compile(r"(<!-- defaults: .*-->\n).*(<!-- end of defaults -->)", re.DOTALL)
 SETTINGS_HEAD = """# Settings
@@ -73,10 +75,17 @@ What each rank serves at `/metrics` on METRICS_PORT. A worker's gauge appears on
 def generate() -> dict[Path, str]:
     """Every generated page, with its text."""
     design = ROOMS_TABLE.sub(lambda match: f"{match[1]}{rooms()}{match[2]}", DESIGN.read_text())
+    design = STATES.sub(lambda match: f"{match[1]}{states()}{match[2]}", design)
     rl = CHOICES.sub(lambda match: f"{match[1]}{choices()}{match[2]}", RL.read_text())
     doctor = CHECKS.sub(lambda match: f"{match[1]}{checks()}{match[2]}", DOCTOR.read_text())
     settings, metrics = page("config", SETTINGS_HEAD), page("metrics", METRICS_HEAD)
     return {SETTINGS: settings, METRICS: metrics, DESIGN: design, RL: rl, DOCTOR: doctor}
+
+
+def states() -> str:
+    """The tables of states in the docstrings of life/ and links/."""
+    texts = [ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) for room in ("life", "links")]
+    return "\n".join(table for text in texts for table in TABLE.findall(f"{text}\n"))
 
 
 def page(command: str, head: str) -> str:

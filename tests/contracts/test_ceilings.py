@@ -41,7 +41,7 @@ ROOMS = {
     "rolecall/wire": 3010,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 49830, "bench": 9120, "tools": 2040, "docs": 47000}
+TOTALS = {"tests": 49830, "bench": 9120, "tools": 2040, "docs": 47600}  # the states of the cores, from their docstrings
 
 
 def lines(path: Path) -> int:

@@ -25,7 +25,7 @@ from rolecall.declare.describe import Description
 from rolecall.declare.registry import Identity
 from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED
-from rolecall.gang.member import Action, Batch, Member, Note
+from rolecall.gang.member import Action, Batch, Member
 from rolecall.gang.protocol import DETACH, FENCE, MET, Heartbeat, name_of
 from rolecall.messages import queries
 from rolecall.rank import collecting, endpoints, fork_server, guard, stack_query, stats, tasks
@@ -72,7 +72,12 @@ class Supervisor:
             settings=shared.values,
         )
         self.member = Member(
-            rules(settings), me, lambda: self.workers.status(), time.monotonic(), is_rank0=self.is_rank0
+            rules(settings),
+            me,
+            lambda: self.workers.status(),
+            time.monotonic(),
+            rank0=(settings.master_addr, settings.rank0_port),
+            is_rank0=self.is_rank0,
         )
         self.log = telemetry.log()
         self._actions = asyncio.Queue[Action]()  # to be carried out
@@ -130,8 +135,9 @@ class Supervisor:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
             elif member.acknowledged:
+                limit = member.rules.finish_grace + member.rules.lease  # by then the gang has settled
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._exits.wait(), member.rules.finish_grace + member.rules.lease)
+                    await self._or_signal(asyncio.wait_for(self._exits.wait(), limit))
                 scraped = self._scrapes.once_more()
                 if self.run_pid and not coordinator:  # `rolecall run` signals those that outlive rank 0
                     await scraped
@@ -225,8 +231,13 @@ class Supervisor:
 
     def _perform(self, batch: Batch) -> None:
         """Does what `batch` says."""
+        if batch.place:
+            self._take_place(*batch.place)
         for note in batch.notes:
-            self._report(note)
+            log = self.log.error if note.error else self.log.info
+            log(note.line, **note.fields, **telemetry.cause(note.cause))
+        if batch.failed:
+            self.metrics.gang_unreachable.inc()
         if batch.request:
             self._heartbeats.send(batch.request)
         if batch.action:
@@ -241,45 +252,7 @@ class Supervisor:
             self._exits.set()
         self._timer.set(batch.deadline)
 
-    def _report(self, note: Note) -> None:
-        log, s, address = self.log, self.settings, f"MASTER_ADDR={self.settings.master_addr}"
-        if note.kind in ("unreachable", "retrying", "still unreachable"):
-            self.metrics.gang_unreachable.inc()
-        match note.kind:
-            case "placed":
-                self._place()
-            case "unreachable":
-                log.info(
-                    "rank 0 cannot be reached, retrying",
-                    address=f"{s.master_addr}:{s.rank0_port}",
-                    problem=note.text,
-                    deadline_s=s.rejoin_timeout,
-                )
-            case "still unreachable":
-                log.info("still trying to reach rank 0", seconds=round(note.seconds), problem=note.text)
-            case "given up":
-                limit = f"{s.rejoin_timeout:g} s ({note.text})"
-                log.error(f"{address}: rank 0 could not be reached at port {s.rank0_port} for {limit}")
-            case "abandoned":
-                limit = f"REJOIN_TIMEOUT={s.rejoin_timeout:g} s"
-                log.error(
-                    f"{address}: rank 0 was restarted for over {limit}, and no generation began; its log says why"
-                )
-            case "refused":
-                log.error(note.text)
-            case "leaving":
-                log.info("leaving", signal=note.text, deadline_s=s.drain_timeout)
-            case "not drained":
-                log.error("the drain took too long; leaving without it", deadline_s=s.drain_timeout)
-            case "left":
-                log.info("left")
-            case "failed":
-                log.error("the job failed", **telemetry.cause(note.text))
-
-    def _place(self) -> None:
-        directive = self.member.directive
-        assert directive is not None
-        role, ordinal = directive.role, directive.ordinal
+    def _take_place(self, role: str, ordinal: int) -> None:
         self.log.info("place assigned", assigned=name_of((role, ordinal)))
         self._name_rank(role, ordinal)
         if self.tunnel:
@@ -329,9 +302,9 @@ class Supervisor:
         await waiter
         return FAILED if self.member.exit_code is None else self.member.exit_code
 
-    async def _or_signal(self, waiting: Coroutine[Any, Any, None]) -> None:
+    async def _or_signal(self, waiting: Coroutine[Any, Any, object]) -> None:
         """Waits until `waiting` is done or a signal arrives."""
-        waits = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
+        waits: set[asyncio.Task[Any]] = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -16,6 +16,7 @@ ROOMS = {
     "rolecall/declare": 1460,
     "rolecall/export": 920,
     "rolecall/gang": 2300,
+    "rolecall/inprocess": 900,  # one process for debugging and tests
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,

@@ -35,6 +35,7 @@ from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.queries import Replies, SignedQueries
 from rolecall.rank.site import Site
 from rolecall.rank.worker_manager import WorkerManager
+from rolecall.telemetry import WorkerFiles
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.handle import Handle
 from rolecall.tunnel.rank0 import CoordinatorClient
@@ -98,31 +99,10 @@ class Supervisor:
         member = self.member
         self._make_metrics()
         try:
-            runner = await endpoints.serve(
-                self.settings,
-                self._registry,
-                self._refresh,
-                unhealthy=self._unhealthy,
-                unready=self._unready,
-                scrapes=self._scrapes,
-                routes=[*self._signed_queries.routes(), *self._site.routes()],
-            )
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
-            self.workers.prepare()
+            runner = await self._open()
             self._tasks = {asyncio.create_task(self._disk_watch.check_forever())}
             if self.is_rank0:
-                # another `rolecall run` is another run, whose rank 0 has the same ports
-                me = member.identity
-                node = f"{me.node}:{self.run_pid}" if self.run_pid else me.node
-                coordinator = Coordinator(
-                    self.job,
-                    self.settings,
-                    me.incarnation,
-                    node,
-                    self._at(places.COORDINATOR),
-                    settled=lambda: self._perform(member.settled(time.monotonic())),
-                )
+                coordinator = self._make_coordinator()
                 await self._or_signal(coordinator.start(self.metrics))
                 if member.exit_code is not None:
                     return member.exit_code  # the disk may hang
@@ -182,19 +162,52 @@ class Supervisor:
 
     # ---- before joining
 
+    async def _open(self) -> web.AppRunner | None:
+        """Serves METRICS_PORT, takes signals, and starts the process that workers are forked from."""
+        runner = await endpoints.serve(
+            self.settings,
+            self._registry,
+            self._refresh,
+            unhealthy=self._unhealthy,
+            unready=self._unready,
+            scrapes=self._scrapes,
+            routes=[*self._signed_queries.routes(), *self._site.routes()],
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
+        self.workers.prepare()
+        return runner
+
+    def _make_coordinator(self) -> Coordinator:
+        # another `rolecall run` is another run, whose rank 0 has the same ports
+        me = self.member.identity
+        node = f"{me.node}:{self.run_pid}" if self.run_pid else me.node
+        return Coordinator(
+            self.job, self.settings, me.incarnation, node, self._at(places.COORDINATOR), settled=self._settle
+        )
+
+    def _settle(self) -> None:
+        self._perform(self.member.settled(time.monotonic()))
+
     def _make_metrics(self) -> None:
         self._registry, self.metrics, files = telemetry.build_supervisor(self.directory, self.is_rank0)
         self._name_rank(self.identity.role, self.identity.ordinal)
-        self.workers = WorkerManager(
+        self.workers = self._make_workers(files)
+        self._disk_watch = DiskWatch(self.settings.checkpoint_dir, self.workers.file_work)
+
+    def _make_workers(self, files: WorkerFiles) -> WorkerManager:
+        return WorkerManager(
             self.job,
             self.settings,
             self.identity.role,
             metrics=self.metrics,
             files=files,
-            changed=lambda: self._perform(self.member.changed(time.monotonic())),
+            changed=self._worker_changed,
             tunnel=self.directory if self.tunnel else None,
         )
-        self._disk_watch = DiskWatch(self.settings.checkpoint_dir, self.workers.file_work)
+
+    def _worker_changed(self) -> None:
+        self._perform(self.member.changed(time.monotonic()))
 
     def _at(self, place: str) -> Path | None:
         """The socket of `place`; None with TLS=off."""
@@ -207,11 +220,14 @@ class Supervisor:
     # ---- the member's loops
 
     async def _heartbeat_loop(self) -> None:
-        socket = self._at(places.COORDINATOR if self.is_rank0 else places.CONTROL)
-        badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
-        async with CoordinatorClient(self.settings, socket, badge, self.is_rank0) as client:
+        async with self._client() as client:
             self._perform(self.member.start(time.monotonic()))
             await self._heartbeats.run(client)
+
+    def _client(self) -> CoordinatorClient:
+        socket = self._at(places.COORDINATOR if self.is_rank0 else places.CONTROL)
+        badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
+        return CoordinatorClient(self.settings, socket, badge, self.is_rank0)
 
     def _perform(self, batch: Batch) -> None:
         """Does what `batch` says."""

@@ -47,6 +47,7 @@ ROOMS = (
     "jobs",
     "observe",
     "rank",
+    "inprocess",
     "launch",
     "manifests",
     "new",

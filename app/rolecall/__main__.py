@@ -132,7 +132,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "run",
         help="run every rank of a job as a process on this machine",
         description=RUN.format(jobs=jobs),
-        usage="rolecall run JOB [--plain] [--hosts HOST,...] [--SETTING VALUE]...",
+        usage="rolecall run JOB [--plain] [--in-process] [--hosts HOST,...] [--SETTING VALUE]...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("job", metavar="JOB", help=TARGET)
@@ -241,6 +241,10 @@ def _run(target: str, words: Sequence[str]) -> int:
 
         with sources.passed_on(registry.sources_of(target)):
             return on_hosts.run(target, words, hosts.placement(options))
+    if options.in_process:
+        from rolecall.launch import in_process
+
+        return in_process.run(target, words)
     # the zygote imports torch while this process imports the rest
     with sources.passed_on(registry.sources_of(target)), Zygote(target) as zygote:
         from rolecall.launch import local

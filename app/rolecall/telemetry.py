@@ -324,8 +324,15 @@ def _readable(path: Path) -> bool:
     return True
 
 
-def setup_logging(format: Literal["text", "json"], level: str, stream: Any = None, **bound: Any) -> None:
-    """Logs one event a line to standard output, or `stream`, with `bound` (role, ordinal, generation) on each."""
+def setup_logging(
+    format: Literal["text", "json"],
+    level: str,
+    stream: Any = None,
+    labels: Callable[[], dict[str, Any]] = dict,
+    **bound: Any,
+) -> None:
+    """Logs one event a line to standard output, or `stream`, with `bound` (role, ordinal, generation) on each, and with
+    the `labels` of the thread."""
     text = structlog.dev.ConsoleRenderer(
         colors=sys.stdout.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
     )
@@ -336,7 +343,7 @@ def setup_logging(format: Literal["text", "json"], level: str, stream: Any = Non
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *([structlog.processors.format_exc_info] if format == "json" else []),
-            _bound(bound),
+            _bound(lambda: {**bound, **labels()}),
             _remember,
             renderer,
         ],
@@ -347,10 +354,10 @@ def setup_logging(format: Literal["text", "json"], level: str, stream: Any = Non
     )
 
 
-def _bound(bound: dict[str, Any]) -> structlog.typing.Processor:
+def _bound(bound: Callable[[], dict[str, Any]]) -> structlog.typing.Processor:
     # not contextvars: a worker's RPC threads start with an empty context
     def add(logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        return {**event, **{key: value for key, value in bound.items() if key not in event and value is not None}}
+        return {**event, **{key: value for key, value in bound().items() if key not in event and value is not None}}
 
     return add
 

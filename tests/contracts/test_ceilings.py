@@ -10,21 +10,22 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 
 # lines of Python in each folder; a comment says why one was raised
 ROOMS = {
-    "rolecall": 1980,
-    "rolecall/checkpoint": 2040,
-    "rolecall/context": 2880,
-    "rolecall/declare": 1460,
+    "rolecall": 1990,
+    "rolecall/checkpoint": 2050,
+    "rolecall/context": 2920,
+    "rolecall/declare": 1470,
     "rolecall/export": 920,
-    "rolecall/gang": 2000,
+    "rolecall/gang": 2300,
+    "rolecall/inprocess": 900,  # one process for debugging and tests
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
     "rolecall/jobs/rl": 4240,
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
-    "rolecall/launch": 2350,
+    "rolecall/launch": 2410,
     "rolecall/life": 1090,  # what rank decided before, and its table of states
-    "rolecall/links": 710,  # what wire decided before, and its tables of states
+    "rolecall/links": 710,
     "rolecall/messages": 560,  # the declarations and codecs of six rooms
     "rolecall/observe": 650,
     "rolecall/observe/doctor": 1080,
@@ -32,15 +33,15 @@ ROOMS = {
     "rolecall/observe/sinks": 690,
     "rolecall/observe/stacks": 630,
     "rolecall/observe/trace": 810,
-    "rolecall/rank": 4680,
-    "rolecall/record": 1370,
+    "rolecall/rank": 4620,
+    "rolecall/record": 1380,
     "rolecall/torch_rpc": 1100,
-    "rolecall/tunnel": 2050,
+    "rolecall/tunnel": 2030,
     "rolecall/weights": 950,
-    "rolecall/wire": 2730,
+    "rolecall/wire": 2750,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 49830, "bench": 9120, "tools": 2040, "docs": 47000}
+TOTALS = {"tests": 51670, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
 
 
 def lines(path: Path) -> int:

@@ -128,7 +128,7 @@ def test_each_role_asks_for_its_own_data() -> None:
 
     def check(role: str) -> str:
         task = Task("rnn", Settings(job="rnn"), role, 0, check=True, values={"corpus": "/nowhere"})
-        return worker.check(task, job).outcome
+        return worker.check(worker.Host(task), job).outcome
 
     assert check("ps") == "finished"  # it needs no corpus
     assert check("") == "finished"  # nobody knows yet

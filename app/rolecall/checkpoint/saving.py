@@ -82,6 +82,10 @@ class Saver:
         self.logger.info("checkpoint", file=path.name, seconds=round(seconds, 3), **beside)
         return ""
 
+    def close(self) -> None:
+        """Ends its thread, after the checkpoint that is being written."""
+        self._writer.shutdown(wait=False)
+
     def _failed(self, error: CheckpointError) -> str:
         self._metrics.checkpoint_failures.inc()
         self.logger.error("no checkpoint written; training goes on", problem=str(error))

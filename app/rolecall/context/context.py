@@ -310,6 +310,14 @@ class Context(Calls, Training, Generic[S]):
         """
         self.supervision.fail(problem)
 
+    def close(self) -> None:
+        """Ends what it does, in a process that goes on without it."""
+        if self.group.session:
+            self.group.session.end()
+        self.dispatcher.close()
+        if self._saver:
+            self._saver.close()
+
     # ---- computing
 
     @property

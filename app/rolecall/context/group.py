@@ -114,6 +114,13 @@ class Group:
         """Calls go by `transport`, without a meeting."""
         self.transport = self._transport = transport
 
+    def wake(self) -> None:
+        """Wakes the threads that wait for a generation, a drain or a queue: they are to end."""
+        self.drain_ordered.set()
+        self.queues.give_up()
+        with self._changed:
+            self._changed.notify_all()
+
     def _ended(self) -> None:
         with self._changed:
             self.transport = self._transport = None
@@ -183,6 +190,7 @@ class Group:
         return transport
 
     def _opened(self) -> Transport:
+        self.supervision.require_alive()
         if self.session is None:
             self.attachment  # noqa: B018  waits, and says so
         elif not self._waits and not self.session.ended:

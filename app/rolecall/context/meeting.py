@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rolecall.context.context import Context
 from rolecall.context.services import Met, Services
@@ -20,6 +20,7 @@ from rolecall.tunnel.listening import BACKLOG, listen
 from rolecall.wire import codec
 from rolecall.wire.calls import Wire
 from rolecall.wire.connecting import Acceptor, Address, Dialer, Tls, WorkerIdentity, machine_id
+from rolecall.wire.link import Sockets
 from rolecall.wire.messages import Deadline, Request
 from rolecall.wire.session import Session
 
@@ -43,9 +44,7 @@ def meet(
     Raises UsageError for a port that stays taken, and PeerLostError if not all members come within CONNECT_TIMEOUT, or
     if the session ends.
     """
-    settings, group, services = context.settings, context.group, context.services
-    sys.setswitchinterval(SWITCH_SECONDS)
-    codec.arrive_on(context.device)
+    settings = context.settings
     rank0, me = context.members[0].name, _identity(context, session)
     tls = Tls(tunnel, me.job, settings.master_addr) if tunnel else None
     dialer = Dialer(
@@ -57,22 +56,12 @@ def meet(
         seconds=settings.connect_timeout,
         session=session,
     )
-    wire = Wire(
-        me.name,
-        dialer.open,
-        context.dispatcher,
-        max_message_bytes=settings.max_message_bytes,
-        lost=group.disconnected,
-        session=session,
-    )
-    transport = Transport(wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout)
-    group.connect(transport, session)
-    if wire.me == rank0:
-        services.expect()
-    acceptor = Acceptor(me, tls, wire.accept, session)
-    port = settings.port
-    path = "" if settings.tls == "always" else str(directory / f"wire-{me.generation}-{me.join}")
-    with Timer() as timer:
+    first_port = settings.rank0_port if tunnel else settings.rank0_plain_port
+    dialer.addresses = {rank0: Address(rank0, settings.master_addr, first_port)}
+
+    def accept(wire: Wire) -> Address:
+        acceptor, port = Acceptor(me, tls, wire.accept, session), settings.port
+        path = "" if settings.tls == "always" else str(directory / f"wire-{me.generation}-{me.join}")
         if path:
             acceptor.listen_unix(Path(path))
         if tunnel:
@@ -84,9 +73,43 @@ def meet(
                 else socket.create_server((settings.bind_addr, 0), backlog=BACKLOG)
             )
             port = acceptor.listen_tcp(plain)
-        here = Address(me.name, host, port, path, machine_id(), join=me.join)
-        first_port = settings.rank0_port if tunnel else settings.rank0_plain_port
-        dialer.addresses = {rank0: Address(rank0, settings.master_addr, first_port)}
+        return Address(me.name, host, port, path, machine_id(), join=me.join)
+
+    return meet_by(dialer, accept, context, session, with_store=with_store)
+
+
+class Dials(Protocol):
+    """Connects to peers, as `Dialer` does."""
+
+    addresses: dict[str, Address]
+    find: Callable[[str, int], Address]
+
+    def open(self, peer: str, join: int) -> Sockets:
+        """Connects to `peer`, which is there as its part number `join` of the generation, or a later one."""
+
+
+def meet_by(
+    dialer: Dials, accept: Callable[[Wire], Address], context: Context[Any], session: Session, *, with_store: bool
+) -> tuple[Wire, int]:
+    """As `meet`: `dialer` connects to peers, and `accept` has the wire take their connections, and says where."""
+    settings, group, services = context.settings, context.group, context.services
+    sys.setswitchinterval(SWITCH_SECONDS)
+    codec.arrive_on(context.device)
+    rank0 = context.members[0].name
+    wire = Wire(
+        context.me.name,
+        dialer.open,
+        context.dispatcher,
+        max_message_bytes=settings.max_message_bytes,
+        lost=group.disconnected,
+        session=session,
+    )
+    transport = Transport(wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout)
+    group.connect(transport, session)
+    if wire.me == rank0:
+        services.expect()
+    with Timer() as timer:
+        here = accept(wire)
         if with_store and wire.me == rank0:
             services.store_port()
         met = _meet(wire, services, here, rank0, settings.connect_timeout)

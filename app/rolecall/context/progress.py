@@ -21,6 +21,9 @@ Change = Literal["joined", "lost"]
 class Supervision:
     """What a worker reports to its supervisor. This base class reports to nobody; `WorkerEnd` sends messages."""
 
+    def require_alive(self) -> None:
+        """Ends this thread if its worker has ended; with a process, all threads end."""
+
     def report_step(self, step: int) -> None:
         """`step` was made."""
 

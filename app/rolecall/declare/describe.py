@@ -113,13 +113,20 @@ def describe(target: str, arguments: Sequence[str] = (), replaced: Mapping[str, 
     job, settings = registry.load(target, **{**variables, **(replaced or {})})
     if target not in registry.JOBS:
         preflight.require_sound(job, registry.module_of(target))
+    return of_job(job, settings, target, given, _version(target, job))
+
+
+def of_job(
+    job: Job, settings: Settings, target: str, given: flags.Flags | None = None, version: str = __version__
+) -> Description:
+    """Describes `job`, which `target` names, with `settings`."""
     roles = registry.roles(job, settings)
     values = {name: field for name, field in job.settings.model_fields.items() if name not in Settings.model_fields}
     secrets = tuple(name for name, field in values.items() if fields.is_secret(field))
     return Description(
         name=registry.name_of(target),
         target=registry.absolute(target),
-        version=_version(target, roles),
+        version=version,
         summary=job.summary,
         roles=roles,
         gpus={role.name: role.gpus and role.gpus * (settings.device != "cpu") for role in job.roles},
@@ -131,8 +138,8 @@ def describe(target: str, arguments: Sequence[str] = (), replaced: Mapping[str, 
         secrets=secrets,
         agreed=_agreed(job),
         steps=job.rpc,
-        flags=given.variables,
-        plain=given.plain,
+        flags=given.variables if given else {},
+        plain=given is not None and given.plain,
     )
 
 
@@ -150,11 +157,11 @@ def _agreed(job: Job) -> tuple[str, ...]:
     )
 
 
-def _version(target: str, roles: Sequence[RoleSpec]) -> str:
+def _version(target: str, job: Job) -> str:
     if target in registry.JOBS:
         return __version__
     module = registry.module_of(target)
-    digest = hashlib.sha256(repr([role.name for role in roles]).encode())
+    digest = hashlib.sha256(repr([role.name for role in job.roles]).encode())
     with contextlib.suppress(OSError, TypeError):  # a module without a file
         digest.update(sources.content(Path(str(module.__file__))))
     return digest.hexdigest()[:12]

@@ -46,11 +46,12 @@ class Flags:
 
 @dataclass(frozen=True)
 class HostOptions:
-    """The options of `rolecall run` for hosts; without `hosts` all ranks run on this machine."""
+    """Where the ranks of `rolecall run` run; without `hosts`, all on this machine."""
 
     hosts: str
     roles: tuple[str, ...]
     python: str
+    in_process: bool = False  # as threads of one process
 
 
 def take_host_options(arguments: Sequence[str]) -> tuple[HostOptions, list[str]]:
@@ -58,7 +59,9 @@ def take_host_options(arguments: Sequence[str]) -> tuple[HostOptions, list[str]]
     takes = argparse.ArgumentParser(prog="rolecall run", add_help=False, allow_abbrev=False)
     _add_host_options(takes)
     given, others = takes.parse_known_args(arguments)
-    options = HostOptions(given.hosts or "", tuple(given.role), given.python or "")
+    options = HostOptions(given.hosts or "", tuple(given.role), given.python or "", given.in_process)
+    if given.in_process and given.hosts:
+        raise UsageError("--in-process: runs all ranks in one process; leave --hosts out")
     if given.hosts is not None and not given.hosts.strip():
         raise UsageError("--hosts: names no host; leave it out to run all ranks on this machine")
     if not options.hosts and (options.roles or options.python):
@@ -67,6 +70,7 @@ def take_host_options(arguments: Sequence[str]) -> tuple[HostOptions, list[str]]
 
 
 def _add_host_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--in-process", action="store_true", help="all ranks as threads of one process, to debug a job")
     group = parser.add_argument_group("ranks on other machines, by ssh")
     group.add_argument("--hosts", metavar="HOST,...", help="where ranks run, in turn; or a file with a host a line")
     group.add_argument(
@@ -92,7 +96,7 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
         raise UsageError(f"{flag}: no such flag{meant}; `rolecall run {target} --help` lists them")
     given = vars(parsed)
     plain = bool(given.pop("plain"))
-    for name in ("hosts", "role", "python"):  # `take_host_options` has taken them
+    for name in ("hosts", "role", "python", "in_process"):  # `take_host_options` has taken them
         given.pop(name)
     for name, value in given.items():
         if not isinstance(value, str):
@@ -106,7 +110,7 @@ def parser(job: Job, target: str) -> argparse.ArgumentParser:
         prog=f"rolecall run {target}",
         description=job.summary or None,
         allow_abbrev=False,
-        usage=f"rolecall run {target} [--plain] [--hosts HOST,...] [--SETTING VALUE]...",
+        usage=f"rolecall run {target} [--plain] [--in-process] [--hosts HOST,...] [--SETTING VALUE]...",
     )
     parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
     _add_host_options(parser)

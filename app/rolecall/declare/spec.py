@@ -37,6 +37,7 @@ RESERVED = {
     "ranks",
     "hosts",
     "python",
+    "in_process",
 }
 
 

@@ -9,8 +9,8 @@ deadline has passed. It reports what became of a request by `answered`, `failed`
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -38,19 +38,6 @@ TICKS = 24  # a lease
 MAX_LOSSES = 256  # a heartbeat: many more than one request may hold can be lost at once
 SAME_SIGNAL_SECONDS = 1.0  # within which signals are one: a job manager may signal all processes of a rank
 LOG_REPEAT_SECONDS = 30.0  # between two notes that rank 0 cannot be reached
-NoteKind = Literal[
-    "placed",  # the gang has given it another place
-    "unreachable",  # the first request in a row without an answer
-    "retrying",  # another one
-    "still unreachable",  # another one, after a while
-    "given up",  # rank 0 could not be reached for too long
-    "abandoned",  # rank 0 was restarted for too long, and no generation began
-    "refused",
-    "leaving",  # after a drain
-    "not drained",  # it leaves without, since that took too long
-    "left",
-    "failed",  # the job has
-]
 WorkerOrder = Literal["", "detach", "silent", "stopped"]
 
 
@@ -80,17 +67,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Note:
-    """What happened to the member, for logs and metrics."""
+    """A line for the member's log, with fields; of a `cause` perhaps, and perhaps an error."""
 
-    kind: NoteKind
-    text: str = ""
-    seconds: float = 0.0  # of silence
+    line: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    cause: str = ""
+    error: bool = False
 
 
 @dataclass(frozen=True)
 class Batch:
     """What a supervisor is to do now: to send a request, which outdates the one before; to carry out an action; to
-    detach the worker or kill it, with that outcome; to log notes. `tick` is due at `deadline`.
+    detach the worker or kill it, with that outcome; to take its name from a new place; to log notes, and count a
+    request that `failed`. `tick` is due at `deadline`.
 
     `exit_code` is there once the rank is over, and it `exits` if nobody else needs it.
     """
@@ -98,7 +87,9 @@ class Batch:
     request: Request | None
     action: Action | None
     worker: WorkerOrder
+    place: Key | None
     notes: tuple[Note, ...]
+    failed: bool
     exit_code: int | None
     exits: bool
     deadline: float
@@ -106,7 +97,8 @@ class Batch:
 
 class Member:
     """One rank's side of the gang. Each heartbeat repeats `identity`: role, ordinal, incarnation, node, job, and the
-    shared settings. `status` says how its worker is; `is_rank0` if it keeps the gang. Times are in seconds."""
+    shared settings. `status` says how its worker is; `rank0` is rank 0's address and port, for messages; `is_rank0` if
+    it keeps the gang itself. Times are in seconds."""
 
     def __init__(
         self,
@@ -115,6 +107,7 @@ class Member:
         status: Callable[[], WorkerStatus],
         now: float,
         *,
+        rank0: tuple[str, int] = ("", 0),
         is_rank0: bool = False,
     ) -> None:
         self.rules, self.identity = rules, identity
@@ -125,9 +118,10 @@ class Member:
         self.exit_code: int | None = None
         self.retries = 0  # requests in a row that were not answered
         self.contact = now  # when the newest request was sent that was answered
-        self._status, self._is_rank0 = status, is_rank0
+        self._status, self._rank0, self._is_rank0 = status, rank0, is_rank0
         self._request: Request | None = None  # the newest, if it has no answer yet
         self._retry_at = now
+        self._new_place: Key | None = None
         self._notes: list[Note] = []
         self._noted_at = now  # that rank 0 cannot be reached
         self._signalled_at = float("-inf")
@@ -147,24 +141,34 @@ class Member:
         self._ticked = now
         self._awake_since = now
 
-    def _batch(self, now: float, *, send: bool = False, worker: WorkerOrder = "", settled: bool = False) -> Batch:
+    def _batch(
+        self,
+        now: float,
+        *,
+        send: bool = False,
+        worker: WorkerOrder = "",
+        failed: bool = False,
+        settled: bool = False,
+    ) -> Batch:
         request = Request(self._beat(), now) if send and self.sending else None
         self._request = request or self._request
-        notes, self._notes = tuple(self._notes), []
+        notes, place, self._notes, self._new_place = tuple(self._notes), self._new_place, [], None
         stays = self._is_rank0 and self.acknowledged and not settled and not self.hurried
         watch_at = self._ticked + self.rules.lease / TICKS
         return Batch(
             request,
             self._next_action(),
             worker=worker,
+            place=place,
             notes=notes,
+            failed=failed,
             exit_code=self.exit_code,
             exits=self.exit_code is not None and not stays,
             deadline=watch_at if self._request or not self.sending else min(watch_at, self._retry_at),
         )
 
-    def _note(self, kind: NoteKind, text: str = "", seconds: float = 0.0) -> None:
-        self._notes.append(Note(kind, text, seconds))
+    def _note(self, line: str, *, cause: str = "", error: bool = False, **fields: Any) -> None:
+        self._notes.append(Note(line, fields, cause, error))
 
     # ---- heartbeats
 
@@ -177,27 +181,24 @@ class Member:
         """The worker's status is another one."""
         return self._batch(now, send=True)
 
-    def _heartbeat(self, worker: WorkerStatus) -> Heartbeat:
+    def _beat(self) -> Beat:
+        """The next request: the heartbeat, if it says something new, and what the coordinator need not repeat."""
         self._sequence += 1
-        unknown = self._reported is None or self.retries > 0  # to the coordinator, which may have been restarted
+        worker, reported = self._status(), self._reported
+        unknown = reported is None or self.retries > 0  # to the coordinator, which may have been restarted
         taken = self._losses_taken(worker)
-        worker = replace(worker, lost_peers=worker.lost_peers[taken : taken + MAX_LOSSES])
-        return replace(
+        heartbeat = replace(
             self.identity,
             sequence=self._sequence,
             epoch=self._epoch,
-            worker=worker,
+            worker=replace(worker, lost_peers=worker.lost_peers[taken : taken + MAX_LOSSES]),
             leaving=self.leaving,
             acknowledged=self.acknowledged,
             settings=self.identity.settings if unknown else None,
         )
-
-    def _beat(self) -> Beat:
-        """The next request: the heartbeat, if it says something new, and what the coordinator need not repeat."""
-        worker = self._status()
-        heartbeat, reported = self._heartbeat(worker), self._reported
-        more = len(worker.lost_peers) - self._losses_taken(worker) > MAX_LOSSES  # they follow the answer
-        known = "" if more else self._known
+        # asks for an answer at once: after a failed request, to acknowledge the job's end, or if more losses follow
+        asks = self.retries or self.acknowledged or len(worker.lost_peers) - taken > MAX_LOSSES
+        known = "" if asks or self.directive is None else name_of_directive(self._coordinator, self.directive)
         beat = Beat(self.identity.incarnation, heartbeat.sequence, known=known, listed=self._list[0])
         if reported is not None and not self.retries:
             same = replace(heartbeat, sequence=reported.sequence, settings=reported.settings) == reported
@@ -208,14 +209,6 @@ class Member:
     def _losses_taken(self, worker: WorkerStatus) -> int:
         part, count = self._taken
         return count if part == (worker.generation, worker.join) else 0
-
-    @property
-    def _known(self) -> str:
-        """Names the directive that the coordinator need not repeat. Empty asks for an answer at once: after a failed
-        request, and to acknowledge the job's end."""
-        if self.retries or self.acknowledged or self.directive is None:
-            return ""
-        return name_of_directive(self._coordinator, self.directive)
 
     def answered(self, request: Request, answer: Answer, now: float) -> Batch:
         """The answer to `request`. One that lacks something, or comes too late, is none: the gang may have given this
@@ -260,7 +253,9 @@ class Member:
         if directive.kind not in ("stop", "detach") or directive.begun != begun:
             self._restarts_since = directive.begun, now
         elif now - since > self.rules.rejoin_timeout and self.exit_code is None:
-            self._note("abandoned")
+            limit = f"REJOIN_TIMEOUT={self.rules.rejoin_timeout:g} s"
+            problem = f"rank 0 was restarted for over {limit}, and no generation began; its log says why"
+            self._note(f"MASTER_ADDR={self._rank0[0]}: {problem}", error=True)
             self._exit(USAGE)
 
     def _take(self, answer: Answer, directive: Directive) -> bool:
@@ -277,7 +272,7 @@ class Member:
         self._coordinator = answer.coordinator
         before = self.directive or self.identity
         if (before.role, before.ordinal) != _place(directive):
-            self._note("placed")
+            self._new_place = _place(directive)
         if directive != self.directive:
             self.directive = directive
         return True
@@ -289,24 +284,27 @@ class Member:
         self._request, self._retry_at = None, now + RETRY_SECONDS
         self.retries += 1
         silence, lease = now - self.contact, self.rules.lease
-        repeats = self.retries > 1 and now - self._noted_at <= LOG_REPEAT_SECONDS
-        if not repeats:
+        limit, (address, port) = self.rules.rejoin_timeout, self._rank0
+        if self.retries == 1:
+            self._noted_at, rank0 = now, f"{address}:{port}"
+            self._note("rank 0 cannot be reached, retrying", address=rank0, problem=problem, deadline_s=limit)
+        elif now - self._noted_at > LOG_REPEAT_SECONDS:
             self._noted_at = now
-        again: NoteKind = "retrying" if repeats else "still unreachable"
-        self._note("unreachable" if self.retries == 1 else again, problem, silence)
+            self._note("still trying to reach rank 0", seconds=round(silence), problem=problem)
         if self.leaving and silence > lease / 3:
             self._exit(0)  # rank 0 is gone, and cannot drain
         if self.acknowledged and self.directive and silence > lease * FENCE:
             self._exit(self.directive.code)  # rank 0 did not wait for the last heartbeat
-        if silence > self.rules.rejoin_timeout and self.retries > 1 and self.exit_code is None:
-            self._note("given up", problem)
+        if silence > limit and self.retries > 1 and self.exit_code is None:
+            problem = f"rank 0 could not be reached at port {port} for {limit:g} s ({problem})"
+            self._note(f"MASTER_ADDR={address}: {problem}", error=True)
             self._exit(USAGE)
-        return self._batch(now)
+        return self._batch(now, failed=True)
 
     def refused(self, request: Request, problem: str, now: float) -> Batch:
         """The coordinator refuses this rank."""
         if request is self._request:
-            self._note("refused", problem)
+            self._note(problem, error=True)
             self.sending = False
             self._exit(USAGE)
         return self._batch(now)
@@ -362,7 +360,7 @@ class Member:
             self._note("left")
             self._exit(0)
         elif directive.kind == "failed" and not self.acknowledged and directive.code != USAGE:
-            self._note("failed", directive.reason)
+            self._note("the job failed", cause=directive.reason, error=True)
         self.acknowledged |= directive.kind in OVER
         return self._batch(now, send=True)
 
@@ -377,7 +375,8 @@ class Member:
             self._awake_since = now  # this process was suspended, and the worker may have been too
         self._ticked = now
         if now > self._leave_by and self.exit_code is None:
-            self._note("not drained")
+            limit = self.rules.drain_timeout
+            self._note("the drain took too long; leaving without it", error=True, deadline_s=limit)
             self._exit(FAILED)
         silence, lease, attached = now - self.contact, self.rules.lease, self._status().state in ATTACHED
         stays = self.directive is not None and self.directive.kind == "run" and self.directive.stays
@@ -405,7 +404,7 @@ class Member:
         elif self.directive is None:
             self._exit(0)
         elif self.exit_code is None:
-            self._note("leaving", reason)
+            self._note("leaving", signal=reason, deadline_s=self.rules.drain_timeout)
             self.leaving, self._leave_by = True, now + self.rules.drain_timeout + self.rules.lease / 2
             return self._batch(now, send=True)
         return self._batch(now)

@@ -8,6 +8,7 @@ here.py          What ranks need of their machine: ports, GPUs, a temporary fold
 host.py          A host of `rolecall run --hosts`: its connection by ssh, and the ranks there
 hosted.py        What `rolecall run --hosts` starts on each host, by ssh: runs ranks there
 hosts.py         `rolecall run --hosts`: which rank runs on which host, and what all of them are given
+in_process.py    `rolecall run --in-process`: all ranks as threads of its own process
 local.py         All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`
 on_hosts.py      `rolecall run --hosts`: starts the hosts, and meanwhile describes the job here
 output.py        What `rolecall run` prints, by a thread of its own: a terminal that is slow

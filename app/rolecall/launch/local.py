@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -69,9 +68,8 @@ class LocalRun:
         self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
         self._errors: set[str] = set()
         self._seen = set[tuple[str, str]]()  # tracebacks that were shown
-        stamp = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         given = "checkpoint_dir" in settings.model_fields_set
-        self.directory = settings.checkpoint_dir if given else Path("runs") / stamp
+        self.directory = settings.checkpoint_dir if given else rundir.of_run(job.name)
         self._disposable = not given and not self.directory.exists()  # if the start is refused
         remove_leftovers()
         self._temporary, self._lock = temporary_folder()
@@ -177,8 +175,7 @@ class LocalRun:
             if self._published:
                 (self.directory / targets.RANKS).unlink(missing_ok=True)
         files = [name for name, written in self._report_files().items() if self._earlier.get(name) != written]
-        unsaved = f"finished, and its result is not saved (exit code {UNSAVED})"
-        state = {0: "finished", INTERRUPTED: "stopped", UNSAVED: unsaved}.get(code, f"failed (exit code {code})")
+        state = state_of(code)
         kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
         last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
         if self._hosts:
@@ -388,6 +385,12 @@ def _settings(job: Description) -> Settings:
     telemetry.setup_logging(settings.log_format, settings.log_level)
     telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
     return settings
+
+
+def state_of(code: int) -> str:
+    """How a run has ended, by its exit code."""
+    unsaved = f"finished, and its result is not saved (exit code {UNSAVED})"
+    return {0: "finished", INTERRUPTED: "stopped", UNSAVED: unsaved}.get(code, f"failed (exit code {code})")
 
 
 def _live(job: Description) -> bool:

@@ -88,11 +88,13 @@ class Links:
 
     def has_lost(self, name: str) -> bool:
         """Whether a peer was lost, or its link has broken."""
-        return self.peer(name).state == "lost"
+        peer = self._peers.get(name)
+        return peer is not None and peer.state == "lost"
 
     def in_flight(self, name: str) -> int:
         """Calls to a peer without an answer."""
-        return self.peer(name).in_flight
+        peer = self._peers.get(name)
+        return peer.in_flight if peer is not None else 0
 
     def problem(self, name: str, epoch: int) -> str:
         """Why a peer, at an epoch, is neither called nor served; empty if it is."""

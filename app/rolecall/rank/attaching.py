@@ -156,6 +156,7 @@ class Attacher:
             with self._lock:
                 part = self._parts.next_run() if run else None
             if run is None or part is None:
+                self._supervision.require_alive()
                 self._context.dispatcher.serve_turns()  # until there is another one
                 continue
             try:

@@ -22,7 +22,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare.describe import Description
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import OVER, Batch, Beat, Effect, Event, Key, RejectedError, Reply, Rules
+from rolecall.gang.protocol import OVER, Answer, Batch, Beat, Effect, Event, Key, RejectedError, Reply, Rules
 from rolecall.messages.codec import decode, encode
 from rolecall.observe.doctor import diagnosis
 from rolecall.rank import endpoints, queries, tasks
@@ -79,6 +79,8 @@ class Coordinator:
         self.files = RunFiles(job, settings, node)
         self.gang: Gang
         self._effects = asyncio.Queue[Effect]()  # to be persisted
+        self.rules = rules(settings, job.steps)
+        self._started = False
         self.metrics: Any = None
         self._incarnation = incarnation
         self._settled = settled
@@ -100,7 +102,7 @@ class Coordinator:
         last = self.files.persisted
         self.gang = Gang(
             self.job.roles,
-            rules(self.settings, self.job.steps),
+            self.rules,
             self._incarnation,
             time.monotonic(),
             last=last.number,
@@ -113,6 +115,11 @@ class Coordinator:
             checking=True,
         )
         self.files.journal.started = self._begun
+        self._started = True
+        await self._serve()
+
+    async def _serve(self) -> None:
+        """Takes members' requests."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.middlewares.append(self._require_badge)
         app.add_routes([web.post(HEARTBEAT_PATH, self._receive), web.post(REPLY_PATH, self.queries.receive)])
@@ -150,10 +157,11 @@ class Coordinator:
 
     async def stop(self, ended: bool) -> None:
         """Closes the port and releases the directory; `ended` says that the run ended in order."""
-        if self._runner:
+        if self._started:
             self._perform(self.gang.close())  # `cleanup` waits for requests
+        if self._runner:
             await self._runner.cleanup()
-        await self.files.close(self.gang.budget if ended and self._runner else None)
+        await self.files.close(self.gang.budget if ended and self._started else None)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The coroutines that keep it going; its caller ends when one of them does."""
@@ -249,22 +257,31 @@ class Coordinator:
             return self._refuse(413, "body", f"{http_request.remote}: more than {MAX_BODY_BYTES} bytes")
         except (ValueError, TimeoutError):
             return self._refuse(400, "body", f"{http_request.remote}: no heartbeat of a rank")
+        try:
+            answer = await self.exchange(beat, lambda: http_request.transport is None)
+        except RejectedError as error:
+            node = beat.heartbeat.node if beat.heartbeat else ""
+            return self._refuse(409, error.reason, f"{node}: {error}", str(error))
+        return web.Response(body=encode(answer), content_type=CONTENT_TYPE)
+
+    async def exchange(self, beat: Beat, has_gone: Callable[[], bool] = lambda: False) -> Answer:
+        """Takes a member's `beat`. Returns the answer, perhaps after a while, unless the member `has_gone`. Raises
+        RejectedError."""
         number = next(self._numbers)
         replied = self._requests[number] = asyncio.get_running_loop().create_future()
         try:
             self._perform(self.gang.receive(number, beat, time.monotonic()))
-            if http_request.transport is None and not replied.done():
+            if has_gone() and not replied.done():
                 raise web.HTTPBadRequest  # the member closed the connection before it could be noticed
             reply = await replied
         finally:
             del self._requests[number]
-        answer = reply.answer
-        if isinstance(answer, RejectedError):
-            node = beat.heartbeat.node if beat.heartbeat else ""
-            return self._refuse(409, answer.reason, f"{node}: {answer}", str(answer))
+        if isinstance(reply.answer, RejectedError):
+            raise reply.answer
+        answer: Answer = reply.answer
         if reply.key and (due := self.queries.due(reply.key)):
             answer = replace(answer, queries=due)
-        return web.Response(body=encode(answer), content_type=CONTENT_TYPE)
+        return answer
 
     def _refuse(self, status: int, reason: str, message: str, text: str = "") -> web.Response:
         self.metrics.gang_refused.labels(reason).inc()

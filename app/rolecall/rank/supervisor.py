@@ -25,7 +25,7 @@ from rolecall.declare.describe import Description
 from rolecall.declare.registry import Identity
 from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED
-from rolecall.gang.member import Action, Batch, Member, Note
+from rolecall.gang.member import Action, Batch, Member
 from rolecall.gang.protocol import DETACH, FENCE, MET, Heartbeat, name_of
 from rolecall.messages import queries
 from rolecall.rank import collecting, endpoints, fork_server, guard, stack_query, stats, tasks
@@ -35,6 +35,7 @@ from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.queries import Replies, SignedQueries
 from rolecall.rank.site import Site
 from rolecall.rank.worker_manager import WorkerManager
+from rolecall.telemetry import WorkerFiles
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.handle import Handle
 from rolecall.tunnel.rank0 import CoordinatorClient
@@ -71,7 +72,12 @@ class Supervisor:
             settings=shared.values,
         )
         self.member = Member(
-            rules(settings), me, lambda: self.workers.status(), time.monotonic(), is_rank0=self.is_rank0
+            rules(settings),
+            me,
+            lambda: self.workers.status(),
+            time.monotonic(),
+            rank0=(settings.master_addr, settings.rank0_port),
+            is_rank0=self.is_rank0,
         )
         self.log = telemetry.log()
         self._actions = asyncio.Queue[Action]()  # to be carried out
@@ -93,31 +99,10 @@ class Supervisor:
         member = self.member
         self._make_metrics()
         try:
-            runner = await endpoints.serve(
-                self.settings,
-                self._registry,
-                self._refresh,
-                unhealthy=self._unhealthy,
-                unready=self._unready,
-                scrapes=self._scrapes,
-                routes=[*self._signed_queries.routes(), *self._site.routes()],
-            )
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
-            self.workers.prepare()
+            runner = await self._open()
             self._tasks = {asyncio.create_task(self._disk_watch.check_forever())}
             if self.is_rank0:
-                # another `rolecall run` is another run, whose rank 0 has the same ports
-                me = member.identity
-                node = f"{me.node}:{self.run_pid}" if self.run_pid else me.node
-                coordinator = Coordinator(
-                    self.job,
-                    self.settings,
-                    me.incarnation,
-                    node,
-                    self._at(places.COORDINATOR),
-                    settled=lambda: self._perform(member.settled(time.monotonic())),
-                )
+                coordinator = self._make_coordinator()
                 await self._or_signal(coordinator.start(self.metrics))
                 if member.exit_code is not None:
                     return member.exit_code  # the disk may hang
@@ -177,19 +162,52 @@ class Supervisor:
 
     # ---- before joining
 
+    async def _open(self) -> web.AppRunner | None:
+        """Serves METRICS_PORT, takes signals, and starts the process that workers are forked from."""
+        runner = await endpoints.serve(
+            self.settings,
+            self._registry,
+            self._refresh,
+            unhealthy=self._unhealthy,
+            unready=self._unready,
+            scrapes=self._scrapes,
+            routes=[*self._signed_queries.routes(), *self._site.routes()],
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
+        self.workers.prepare()
+        return runner
+
+    def _make_coordinator(self) -> Coordinator:
+        # another `rolecall run` is another run, whose rank 0 has the same ports
+        me = self.member.identity
+        node = f"{me.node}:{self.run_pid}" if self.run_pid else me.node
+        return Coordinator(
+            self.job, self.settings, me.incarnation, node, self._at(places.COORDINATOR), settled=self._settle
+        )
+
+    def _settle(self) -> None:
+        self._perform(self.member.settled(time.monotonic()))
+
     def _make_metrics(self) -> None:
         self._registry, self.metrics, files = telemetry.build_supervisor(self.directory, self.is_rank0)
         self._name_rank(self.identity.role, self.identity.ordinal)
-        self.workers = WorkerManager(
+        self.workers = self._make_workers(files)
+        self._disk_watch = DiskWatch(self.settings.checkpoint_dir, self.workers.file_work)
+
+    def _make_workers(self, files: WorkerFiles) -> WorkerManager:
+        return WorkerManager(
             self.job,
             self.settings,
             self.identity.role,
             metrics=self.metrics,
             files=files,
-            changed=lambda: self._perform(self.member.changed(time.monotonic())),
+            changed=self._worker_changed,
             tunnel=self.directory if self.tunnel else None,
         )
-        self._disk_watch = DiskWatch(self.settings.checkpoint_dir, self.workers.file_work)
+
+    def _worker_changed(self) -> None:
+        self._perform(self.member.changed(time.monotonic()))
 
     def _at(self, place: str) -> Path | None:
         """The socket of `place`; None with TLS=off."""
@@ -202,16 +220,24 @@ class Supervisor:
     # ---- the member's loops
 
     async def _heartbeat_loop(self) -> None:
-        socket = self._at(places.COORDINATOR if self.is_rank0 else places.CONTROL)
-        badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
-        async with CoordinatorClient(self.settings, socket, badge, self.is_rank0) as client:
+        async with self._client() as client:
             self._perform(self.member.start(time.monotonic()))
             await self._heartbeats.run(client)
 
+    def _client(self) -> CoordinatorClient:
+        socket = self._at(places.COORDINATOR if self.is_rank0 else places.CONTROL)
+        badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
+        return CoordinatorClient(self.settings, socket, badge, self.is_rank0)
+
     def _perform(self, batch: Batch) -> None:
         """Does what `batch` says."""
+        if batch.place:
+            self._take_place(*batch.place)
         for note in batch.notes:
-            self._report(note)
+            log = self.log.error if note.error else self.log.info
+            log(note.line, **note.fields, **telemetry.cause(note.cause))
+        if batch.failed:
+            self.metrics.gang_unreachable.inc()
         if batch.request:
             self._heartbeats.send(batch.request)
         if batch.action:
@@ -226,45 +252,7 @@ class Supervisor:
             self._exits.set()
         self._timer.set(batch.deadline)
 
-    def _report(self, note: Note) -> None:
-        log, s, address = self.log, self.settings, f"MASTER_ADDR={self.settings.master_addr}"
-        if note.kind in ("unreachable", "retrying", "still unreachable"):
-            self.metrics.gang_unreachable.inc()
-        match note.kind:
-            case "placed":
-                self._place()
-            case "unreachable":
-                log.info(
-                    "rank 0 cannot be reached, retrying",
-                    address=f"{s.master_addr}:{s.rank0_port}",
-                    problem=note.text,
-                    deadline_s=s.rejoin_timeout,
-                )
-            case "still unreachable":
-                log.info("still trying to reach rank 0", seconds=round(note.seconds), problem=note.text)
-            case "given up":
-                limit = f"{s.rejoin_timeout:g} s ({note.text})"
-                log.error(f"{address}: rank 0 could not be reached at port {s.rank0_port} for {limit}")
-            case "abandoned":
-                limit = f"REJOIN_TIMEOUT={s.rejoin_timeout:g} s"
-                log.error(
-                    f"{address}: rank 0 was restarted for over {limit}, and no generation began; its log says why"
-                )
-            case "refused":
-                log.error(note.text)
-            case "leaving":
-                log.info("leaving", signal=note.text, deadline_s=s.drain_timeout)
-            case "not drained":
-                log.error("the drain took too long; leaving without it", deadline_s=s.drain_timeout)
-            case "left":
-                log.info("left")
-            case "failed":
-                log.error("the job failed", **telemetry.cause(note.text))
-
-    def _place(self) -> None:
-        directive = self.member.directive
-        assert directive is not None
-        role, ordinal = directive.role, directive.ordinal
+    def _take_place(self, role: str, ordinal: int) -> None:
         self.log.info("place assigned", assigned=name_of((role, ordinal)))
         self._name_rank(role, ordinal)
         if self.tunnel:

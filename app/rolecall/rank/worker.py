@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from filelock import FileLock
@@ -38,13 +38,55 @@ from rolecall.record import rundir
 from rolecall.record.history import Start
 from rolecall.record.recorder import recorder
 from rolecall.record.records import file_name
+from rolecall.telemetry import Metric
 from rolecall.torch_rpc.distributed import connect
 from rolecall.wire.session import Session
 
 KEPT_BYTES = 2**29  # of freed memory, for new tensors
 WITHOUT_GENERATION = 1  # last of the numbers that seed a worker which joins later, so that no other's are the same
 UNKNOWN_RANK = -1  # before the first generation
-_lock: FileLock | None = None
+
+
+class Host:
+    """What the worker of `task` has of the process that is its own."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.writer_lock: FileLock | None = None  # of rank 0's worker, until the process ends
+
+    def prepare(self) -> None:
+        """Prepares torch and the memory for the role's function."""
+        torch.set_num_threads(1)  # see Context.threads
+        skip_dynamo_import()
+        keep_freed_memory(KEPT_BYTES)
+
+    def settings(self, job: Job) -> Settings:
+        """The job's own settings, with the values that the supervisor has, and the role, however it was given."""
+        task = self.task
+        role = task.role or task.settings.role
+        return config.load(job.settings, **{**task.settings.model_dump(), **task.values, "role": role})
+
+    def metrics(self, declared: list[Metric], is_rank0: bool) -> Any:
+        """Makes the metrics, which the supervisor serves."""
+        if self.task.directory:
+            telemetry.use_directory(self.task.directory)
+        return telemetry.build_worker(declared, self.task.role, is_rank0)
+
+    def begin(self, context: Context[Any]) -> None:
+        """The role's object or function follows, with `context`: seeds the generators of random numbers."""
+        seed_generators(context.seed())
+
+    def log_as(self, generation: int | None) -> None:
+        """Each line of the log names the member and its generation."""
+        settings, role, ordinal = self.task.settings, self.task.role, self.task.ordinal
+        telemetry.setup_logging(
+            settings.log_format, settings.log_level, role=role, ordinal=ordinal, generation=generation
+        )
+
+    def connect(self, context: Context[Any], session: Session) -> None:
+        """Meets the workers of the generation."""
+        assert self.task.directory is not None
+        connect(context, self.task.directory, self.task.tunnel, session)
 
 
 def main(task: Task, connection: Connection) -> None:
@@ -58,7 +100,8 @@ def main(task: Task, connection: Connection) -> None:
     os.register_at_fork(after_in_child=functools.partial(machine.name_part, "helper"))
     if task.stacks:
         stack_dump.register(task.stacks)
-    _log_as(task, attachment.generation if attachment else None)
+    host = Host(task)
+    host.log_as(attachment.generation if attachment else None)
     if task.job != registry.SCRIPT:  # an unmodified program has its own
         place = loader.split(task.job)[0]
         telemetry.take_logging(settings.log_level, "" if loader.is_file(place) else place.partition(".")[0])
@@ -66,12 +109,16 @@ def main(task: Task, connection: Connection) -> None:
         settings.phase_timeout, settings.stuck_seconds, limit_loading=task.is_rank0 or attachment is None
     )
     pipe = WorkerEnd(connection, task, None if task.check else watchdog)
-    threading.Thread(target=pipe.report_forever, daemon=True).start()
     if not config.exported("PYTHONBREAKPOINT"):
         sys.breakpointhook = pipe.refuse_breakpoint
+    run(host, lambda: registry.get(task.job), pipe, watchdog)
+
+
+def run(host: Host, job: Callable[[], Job], pipe: WorkerEnd, watchdog: Watchdog) -> NoReturn:
+    """Runs the task of `host`, of the job that `job` returns, and sends the result over `pipe`."""
+    threading.Thread(target=pipe.report_forever, daemon=True).start()
     try:
-        job = registry.get(task.job)
-        result = check(task, job) if task.check else _work(task, job, pipe, watchdog)
+        result = check(host, job()) if host.task.check else _work(host, job(), pipe, watchdog)
     except Drained as drained:
         result = Result("drained", step=drained.step)
     except (Exception, SystemExit) as error:
@@ -89,19 +136,6 @@ def _obey_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _log_as(task: Task, generation: int | None) -> None:
-    settings = task.settings
-    telemetry.setup_logging(
-        settings.log_format, settings.log_level, role=task.role, ordinal=task.ordinal, generation=generation
-    )
-
-
-def _settings(task: Task, job: Job) -> Settings:
-    """The job's own settings class, with the values that the supervisor has, and the role, however it was given."""
-    role = task.role or task.settings.role
-    return config.load(job.settings, **{**task.settings.model_dump(), **task.values, "role": role})
-
-
 def role_of(task: Task, job: Job) -> Role:
     """The role of the task's member. Raises UsageError if the job has no such role."""
     for role in job.roles:
@@ -110,10 +144,10 @@ def role_of(task: Task, job: Job) -> Role:
     raise UsageError(f"this version of the job has no role {task.role!r}; run the same version in every rank")
 
 
-def check(task: Task, job: Job) -> Result:
+def check(host: Host, job: Job) -> Result:
     """Runs the job's own check and imports what it names, before a gang is formed."""
-    settings = _settings(task, job)
-    if job.check and task.role:  # otherwise once the gang has assigned one
+    settings = host.settings(job)
+    if job.check and host.task.role:  # otherwise once the gang has assigned one
         registry.resolve(job.check)(settings)
     for role in job.roles:
         if role.run:
@@ -121,14 +155,12 @@ def check(task: Task, job: Job) -> Result:
     return Result("finished")
 
 
-def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
-    settings, role = _settings(task, job), role_of(task, job)
+def _work(host: Host, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
+    task = host.task
+    settings, role = host.settings(job), role_of(task, job)
     is_rank0, attachment = task.is_rank0, task.attachment
-    torch.set_num_threads(1)  # see Context.threads
-    skip_dynamo_import()
-    keep_freed_memory(KEPT_BYTES)
-    if task.directory:
-        telemetry.use_directory(task.directory)
+    host.prepare()
+    metrics = host.metrics([*telemetry.WORKER, *job.metrics], is_rank0)
     if settings.trace and task.directory:
         part = (attachment.generation, attachment.me.join) if attachment else (0, 0)
         path = task.directory / file_name(*part)
@@ -136,22 +168,21 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     context = Context(
         settings=settings,
         attachment=attachment,
-        metrics=telemetry.build_worker([*telemetry.WORKER, *job.metrics], task.role, is_rank0),
+        metrics=metrics,
         job=job,
         supervision=pipe,
         place=Peer(task.role, task.ordinal, UNKNOWN_RANK),
         seeds=(job.roles.index(role), task.ordinal, WITHOUT_GENERATION),
-        checkpoints=_checkpoints(task, pipe) if is_rank0 else None,
+        checkpoints=_checkpoints(host, pipe) if is_rank0 else None,
         watchdog=watchdog,
     )
-    seed_generators(context.seed())
+    host.begin(context)
     context.metrics.evaluating.set(0)  # the previous worker may have been killed during an evaluation
 
     def connect_in(session: Session) -> None:
-        _log_as(task, session.generation)
-        assert task.directory is not None
+        host.log_as(session.generation)
         with recorder.span("connecting"):
-            connect(context, task.directory, task.tunnel, session)
+            host.connect(context, session)
 
     stays = any(spec.stays for spec in registry.roles(job, settings) if spec.name == role.name)
     attacher = Attacher(context, connect_in, stays=stays and not is_rank0)
@@ -182,13 +213,13 @@ def _make(context: Context[Any], role: Role, attacher: Attacher) -> Callable[[],
     return cast(Callable[[], Any], target.run) if hasattr(run, "run") else None
 
 
-def _checkpoints(task: Task, pipe: WorkerEnd) -> Checkpoints:
+def _checkpoints(host: Host, pipe: WorkerEnd) -> Checkpoints:
+    task = host.task
     assert task.attachment is not None
     directory, generation = task.settings.checkpoint_dir, task.attachment.generation
-    global _lock
-    # the previous worker may take a moment to end; the lock lives as long as this process
+    # the previous worker may take a moment to end
     try:
-        _lock = rundir.lock(directory, rundir.WRITER_LOCK, task.settings.lease_seconds)
+        host.writer_lock = rundir.lock(directory, rundir.WRITER_LOCK, task.settings.lease_seconds)
     except rundir.TakenError as error:  # frozen, perhaps: the next generation tries again
         raise PeerLostError(f"the previous worker has not ended: {error}") from error
     log = telemetry.log()

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -29,17 +30,24 @@ from rolecall.torch_rpc import failures, tracing
 
 REPORT_SECONDS = 0.5
 NO_DEBUGGER = (
-    "finds no terminal in a rank's process: call the method in a test, with a stand-in for its Context, or see where "
-    "it is by `rolecall stacks RUN`; PYTHONBREAKPOINT may name a debugger that needs no terminal"
+    "finds no terminal in a rank's process: run the job with --in-process, or see where it is by `rolecall stacks "
+    "RUN`; PYTHONBREAKPOINT may name a debugger that needs no terminal"
 )
 
 
 class WorkerEnd(Supervision):
-    """Safe to use from several threads. If the supervisor is gone, the process exits at once. `watchdog` is None for a
-    check of the settings."""
+    """Safe to use from several threads. If the supervisor is gone, the process exits at once; `exit` takes its exit
+    code, and does not return. `watchdog` is None for a check of the settings."""
 
-    def __init__(self, connection: Connection, task: Task, watchdog: Watchdog | None) -> None:
-        self._connection, self._task, self._watchdog = connection, task, watchdog
+    def __init__(
+        self,
+        connection: Connection,
+        task: Task,
+        watchdog: Watchdog | None,
+        exit: Callable[[int], NoReturn] = os._exit,  # runs no destructor of an RPC agent whose peers may be gone
+    ) -> None:
+        self._connection, self._task, self._watchdog, self._exit = connection, task, watchdog, exit
+        self._over = threading.Event()  # no report is due any more
         self._lock = threading.Lock()
         self._step = 0
         self._sent_at = 0.0
@@ -52,7 +60,7 @@ class WorkerEnd(Supervision):
         try:
             self._connection.send_bytes(codec.encode(message))
         except OSError:
-            os._exit(1)
+            self._exit(1)
         self._sent_at = time.monotonic()
 
     def send(self, message: messages.FromWorker) -> None:
@@ -78,7 +86,8 @@ class WorkerEnd(Supervision):
             if not stuck and self._watchdog and (problem := self._watchdog.check()):
                 stuck = True
                 self.report_stuck(problem)
-            time.sleep(REPORT_SECONDS)
+            if self._over.wait(REPORT_SECONDS):
+                return
 
     def report_loaded(self) -> None:
         """Reports that this worker is loaded, or needs its peers to go on: which is news if it has no generation."""
@@ -153,7 +162,7 @@ class WorkerEnd(Supervision):
         recorder.flush()
         if result:
             self.send(result)
-        os._exit(0)  # no destructor of an RPC agent whose peers may be gone
+        self._exit(0)
 
     # ---- orders
 
@@ -163,7 +172,7 @@ class WorkerEnd(Supervision):
             try:
                 message: messages.ToWorker = codec.decode(messages.ToWorker, self._connection.recv_bytes())
             except (EOFError, OSError):
-                os._exit(1)
+                self._exit(1)
             match message:
                 case messages.Drain():
                     context.drain()

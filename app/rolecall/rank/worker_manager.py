@@ -72,6 +72,12 @@ class WorkerManager:
         """Starts the process that workers are forked from, unless it runs. Raises UsageError if it cannot start."""
         fork_server.prepare(self.job.preload(self._role))
 
+    def _end_fork_server(self) -> None:
+        fork_server.end()
+
+    def _worker(self, number: int, task: Task) -> WorkerProcess:
+        return WorkerProcess(number, task, self.core, self._perform)
+
     # ---- what the rank does
 
     async def check(self, role: str) -> None:
@@ -128,7 +134,7 @@ class WorkerManager:
                 break
         if self._timer:
             self._timer.cancel()
-        fork_server.end()
+        self._end_fork_server()
 
     # ---- what is known
 
@@ -278,7 +284,7 @@ class WorkerManager:
             stacks=str((directory or self.files.directory) / "stacks"),
             tunnel=None if order.check else self._tunnel,
         )
-        worker = self._processes[order.number] = WorkerProcess(order.number, task, self.core, self._perform)
+        worker = self._processes[order.number] = self._worker(order.number, task)
         worker.life.traced = settings.trace and not order.check
         if order.number == self.core.current and not order.check:
             self.metrics.worker_starts.inc()

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -202,6 +203,11 @@ def prune_shards(directory: Path, kept: Collection[str], dropped: Collection[str
 
 class TakenError(UsageError):
     """Another process holds the lock."""
+
+
+def of_run(job: str) -> Path:
+    """The directory of a run of `job` that begins now, without a CHECKPOINT_DIR."""
+    return Path("runs") / f"{job}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def lock(directory: Path, name: str, timeout: float, variable: str = "CHECKPOINT_DIR") -> FileLock:

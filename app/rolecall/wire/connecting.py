@@ -425,7 +425,7 @@ class Dialer:
         self._me, self._tls, self._tunnel = me, tls, tunnel
         self._rank0, self._always_tls, self._seconds = rank0, always_tls, seconds
         self.addresses: dict[str, Address] = {}
-        self.find = self._find_nobody
+        self.find: Callable[[str, int], Address] = self._find_nobody
         self._machine, self._session = machine_id(), session
 
     def _find_nobody(self, peer: str, join: int) -> Address:

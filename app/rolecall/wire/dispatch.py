@@ -104,6 +104,7 @@ class Dispatcher:
         self._held_back: dict[Link, deque[Call]] = {}  # calls of peers that do not read their answers
         self._streams = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
 
     # ---- what is called
 
@@ -329,7 +330,10 @@ class Dispatcher:
                     self._hand_over(call, value)
                 return value
 
-        call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        with self._lock:
+            if self._closed:
+                return
+            call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
         if call.cancelled:
             call.coroutine.cancel()
         self._answer_later(call, call.coroutine, NOOP, waits=False)
@@ -352,6 +356,17 @@ class Dispatcher:
                 loop.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of one task, which asyncio raises here too: its call has it
                 continue
+            loop.run_until_complete(_cancel_others())
+            loop.close()
+            return
+
+    def close(self) -> None:
+        """Ends its threads, once all links are closed."""
+        self.stop_turns()
+        with self._lock:
+            self._closed = True
+            if self._loop:
+                self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _answer_later(
         self, call: Call, future: concurrent.futures.Future[Any], span: Span | NoopSpan, waits: bool = True
@@ -462,6 +477,14 @@ class Dispatcher:
         what = [*report.format_exception_only()][-1].strip().partition("\n")[0]
         kind = type(error).__name__ if isinstance(error, PeerLostError | CallTimeoutError) else "RemoteError"
         return Failure(kind, f"{self._me} raised {what}", loader.users_traceback(error), pickled(error))
+
+
+async def _cancel_others() -> None:
+    """Cancels the other tasks of this loop, and waits until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def stacks_of(method: str) -> str:

@@ -1,0 +1,203 @@
+"""One run of a job in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rolecall import config
+from rolecall.config import Settings
+from rolecall.declare import describe, registry
+from rolecall.declare.describe import Description
+from rolecall.declare.registry import Identity
+from rolecall.declare.spec import Job
+from rolecall.errors import FAILED, USAGE, ProgramError, RankError, UsageError
+from rolecall.gang.protocol import OVER, Key, name_of
+from rolecall.inprocess.process import prepared
+from rolecall.inprocess.rank import Shared, ThreadSupervisor
+from rolecall.record import rundir
+
+INFORMED_SECONDS = 1.0  # for ranks to learn from rank 0 how the job ended, and to end
+END_SECONDS = 10.0  # for ranks to end
+STOP_SECONDS = 2.0  # and if the user does not wait for more
+INTERRUPTED = 130  # exit code
+ELSEWHERE = "run it without --in-process"
+
+
+def require_possible(job: Job, settings: Settings, description: Description) -> None:
+    """Raises UsageError if a rank of `job` needs a process of its own."""
+    name = description.name
+    if not job.rpc:
+        raise UsageError(f"{name}: its program makes torch's RPC or process group, one a process; {ELSEWHERE}")
+    if registry.uses_torch_rpc(job, settings):
+        raise UsageError(f"{name}: needs torch's RPC (torch_rpc), of which a process has one; {ELSEWHERE}")
+    for role, gpus in description.gpus.items():
+        if gpus:
+            raise UsageError(f"role {role}: gpus={gpus} needs a process a rank; {ELSEWHERE}, or with DEVICE=cpu")
+    if settings.trace:
+        raise UsageError("TRACE=1: records one rank a process; leave it out, or run without --in-process")
+
+
+class InProcessRun:
+    """The ranks of `job`, which `description` describes. They log to standard output, or `stream`.
+    Raises UsageError if one needs a process of its own.
+
+    `drain`, `kill` and `scale` may be called from any thread, those of the job included, once the run has begun.
+    """
+
+    def __init__(self, job: Job, settings: Settings, description: Description, stream: Any = None) -> None:
+        require_possible(job, settings, description)
+        given = settings.model_fields_set
+        self.directory = settings.checkpoint_dir if "checkpoint_dir" in given else rundir.of_run(description.name)
+        changes: dict[str, Any] = {"job": description.target, "checkpoint_dir": self.directory, "on_finish": "exit"}
+        # a sink is a process; and what has failed once here is to be looked at
+        changes |= {name: value for name, value in {"sinks": "none", "max_failures": 1}.items() if name not in given}
+        self.job, self.description, self.settings = job, description, settings.model_copy(update=changes)
+        self.summary: dict[str, Any] | None = None  # as in summary.json, once the run is over
+        self.raised: BaseException | None = None  # the last that a role's function has raised
+        self._stream = stream
+        self._ranks: dict[Key, ThreadSupervisor] = {}
+        self._tasks: dict[Key, asyncio.Task[int]] = {}
+        self.leaving = self._left_debugger = False
+        self._count = 0  # of ranks, so far
+
+    async def run(self) -> int:
+        """Runs the job until it is over. Returns rank 0's exit code; 130 after `drain`. Raises UsageError."""
+        self._loop, self._changed, self._stopped = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        with (
+            prepared(self.settings, self._quit, self._stream),
+            tempfile.TemporaryDirectory(prefix="rolecall-") as folder,
+        ):
+            number = secrets.randbelow(2**31)
+            self._shared = Shared(self.job, self.description, self.settings, Path(folder), number)
+            for role in self.description.roles:
+                for ordinal in range(role.count):
+                    self._start((role.name, ordinal))
+            try:
+                return await self._until_over()
+            finally:
+                for task in self._tasks.values():
+                    task.cancel()
+                limit = STOP_SECONDS if self._stopped.is_set() else END_SECONDS
+                await asyncio.wait(self._tasks.values(), timeout=limit)
+                if self._shared.coordinator.done():
+                    self.summary = self._shared.coordinator.result().files.summary
+                self.raised = next(reversed(self._shared.raised), None)
+
+    def _start(self, key: Key) -> None:
+        rank = self._ranks[key] = ThreadSupervisor(self._shared, Identity(*key), self._count)
+        self._count += 1
+        self._tasks[key] = asyncio.create_task(rank.run(), name=name_of(key))
+        self._changed.set()
+
+    async def _until_over(self) -> int:
+        """Until rank 0 has ended, another rank has failed, or the run is stopped."""
+        rank0, stopped = next(iter(self._tasks)), asyncio.create_task(self._stopped.wait())
+        failed = False
+        while not failed and not self._tasks[rank0].done() and not stopped.done():
+            self._changed.clear()
+            changed = asyncio.create_task(self._changed.wait())
+            pending = {task for task in self._tasks.values() if not task.done()}
+            await asyncio.wait({*pending, changed, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            failed = any(task.done() and (task.exception() or task.result()) for task in self._tasks.values())
+        # rank 0 writes the report last
+        limit = INFORMED_SECONDS if self._tasks[rank0].done() else END_SECONDS
+        if not stopped.done() and (pending := {task for task in self._tasks.values() if not task.done()}):
+            everyone = asyncio.create_task(asyncio.wait(pending))
+            await asyncio.wait({everyone, stopped}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            everyone.cancel()
+        stopped.cancel()
+        if self._left_debugger:
+            raise UsageError("the debugger was left by `q`, or at the end of its input; `c` goes on")
+        return INTERRUPTED if self.leaving else self._code()
+
+    def _code(self) -> int:
+        """The exit code of the first rank that has ended with one. Raises what ended a rank."""
+        for key, task in self._tasks.items():
+            if task.done() and (code := task.result()):
+                directive = self._ranks[key].member.directive
+                if code == USAGE and directive is not None and directive.kind == "failed":
+                    raise UsageError(directive.reason)
+                return code
+        return 0
+
+    @property
+    def failure(self) -> str:
+        """Why the job has failed."""
+        gang = self._shared.coordinator.result().gang
+        return gang.reason if gang.state in OVER else ""
+
+    def _quit(self) -> None:
+        self._left_debugger = True
+        self._loop.call_soon_threadsafe(self._stopped.set)
+
+    def drain(self) -> None:
+        """Has the job write a checkpoint, and end; at the second time, ends it at once."""
+        self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        if self.leaving:
+            self._stopped.set()
+        self.leaving = True
+        for rank in self._ranks.values():
+            rank.leave("drain")
+
+    def kill(self, name: str) -> None:
+        """Kills the worker of the member `name`, as a crash does: it raises at its next call. Its rank starts another
+        one. Raises UsageError for a member without a worker."""
+        rank = next((rank for key, rank in self._ranks.items() if name_of(key) == name), None)
+        if rank is None or not rank.kill():
+            raise UsageError(f"{name}: has no worker now; members are {', '.join(map(name_of, self._ranks))}")
+
+    def scale(self, role: str, count: int) -> None:
+        """Starts ranks of an elastic role, or has those with the highest ordinals leave, so that there are `count`.
+        Raises UsageError if that is not possible."""
+        spec = next((spec for spec in self.description.roles if spec.name == role and spec.elastic), None)
+        if spec is None or not spec.minimum <= count <= spec.maximum:
+            bounds = f"allows {spec.minimum} to {spec.maximum}" if spec else "is no elastic role"
+            raise UsageError(f"{role}={count}: {bounds}")
+        self._loop.call_soon_threadsafe(self._scale, role, count)
+
+    def _scale(self, role: str, count: int) -> None:
+        here = {key for key, task in self._tasks.items() if key[0] == role and not task.done()}
+        for key in here:
+            if key[1] >= count:
+                self._ranks[key].leave("scale")
+        for key in {(role, ordinal) for ordinal in range(count)} - here:
+            self._start(key)
+
+
+def run_in_process(
+    job: Job, settings: Settings | None = None, name: str = "job", started: Callable[[InProcessRun], None] | None = None
+) -> dict[str, Any]:
+    """Runs all ranks of `job` as threads of this process, and returns the summary, as in summary.json. `started` is
+    given the run before. Any thread may call this, again and again; no thread outlasts it.
+
+    Raises UsageError for bad input, ProgramError with the cause if the job has failed, and RankError if its result is
+    not saved.
+    """
+    settings = settings or config.load(job.settings)
+    run = InProcessRun(job, settings, describe.of_job(job, settings, name))
+    if started:
+        started(run)
+    code = _block(run.run())
+    if code == FAILED:
+        raise ProgramError(run.failure) from run.raised
+    if code not in (0, INTERRUPTED) or run.summary is None:
+        raise RankError(f"{name}: ended with exit code {code}, without a result in {run.directory}")
+    return run.summary
+
+
+def _block(coroutine: Coroutine[Any, Any, int]) -> int:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:  # this one has a loop, as in a notebook
+        return thread.submit(asyncio.run, coroutine).result()

@@ -1,0 +1,106 @@
+"""The threads of one worker, which end together: Python has no way to end a thread, so each has to raise `Ended`."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rolecall.declare import loader
+
+_owners = weakref.WeakKeyDictionary[threading.Thread, "Threads"]()
+start_alone = threading.Thread.start  # starts a thread that belongs to no worker
+
+
+class Ended(BaseException):
+    """Ends a thread of a worker that has ended, or was killed."""
+
+
+class Threads:
+    """The threads of the worker `name`: what `start` starts, and all that they start. Each line that they log has its
+    `labels`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.labels: dict[str, Any] = {}
+        self._threads = weakref.WeakSet[threading.Thread]()
+
+    def start(self, target: Callable[[], object]) -> None:
+        """Starts the main one, which calls `target`."""
+        thread = threading.Thread(target=target, name=self.name, daemon=True)
+        self._take(thread)
+        start_alone(thread)
+
+    def _take(self, thread: threading.Thread) -> None:
+        run = thread.run
+
+        def run_until_ended() -> None:
+            with contextlib.suppress(Ended):
+                run()
+            del thread.__dict__["run"]  # which refers to the thread
+
+        thread.run = run_until_ended  # type: ignore[method-assign]
+        _owners[thread] = self
+        self._threads.add(thread)
+
+    def alive(self) -> list[threading.Thread]:
+        """Those that run."""
+        return [thread for thread in self._threads if thread.is_alive()]
+
+    @staticmethod
+    def interrupt(threads: list[threading.Thread]) -> None:
+        """Has `threads` raise `Ended` as soon as they run Python code."""
+        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        for thread in threads:
+            raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Ended))
+
+
+def owner() -> Threads | None:
+    """The worker that this thread is of."""
+    return _owners.get(threading.current_thread())
+
+
+@contextlib.contextmanager
+def acting_for(threads: Threads | None) -> Iterator[None]:
+    """The block is of the worker with `threads`, whichever this thread is of."""
+    thread, before = threading.current_thread(), owner()
+    if threads:
+        _owners[thread] = threads
+    try:
+        yield
+    finally:
+        if before:
+            _owners[thread] = before
+        else:
+            _owners.pop(thread, None)
+
+
+def labels() -> dict[str, Any]:
+    """What a line has that this thread logs."""
+    threads = owner()
+    return threads.labels if threads else {}
+
+
+def follow() -> None:
+    """From now on, threads that a worker's threads start are its own too."""
+    threading.Thread.start = _start  # type: ignore[method-assign]
+
+
+def _start(self: threading.Thread) -> None:
+    if threads := owner():
+        threads._take(self)
+    start_alone(self)
+
+
+def place_of(thread: threading.Thread) -> str:
+    """The line of the user's code that a thread runs; empty if there is none."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    places = [(each.f_code.co_filename, line) for each, line in traceback.walk_stack(frame)] if frame else []
+    users = [f"{loader.shown(Path(name))}:{line}" for name, line in places if loader.is_users(name)]
+    return users[0] if users else ""

@@ -1,0 +1,214 @@
+"""A worker as threads, in the place of its process (rank/worker_process.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from rolecall import telemetry
+from rolecall.config import Settings
+from rolecall.context.context import Context
+from rolecall.context.watchdog import Watchdog
+from rolecall.declare.spec import Job
+from rolecall.declare.task import Task
+from rolecall.errors import UsageError
+from rolecall.gang.protocol import name_of
+from rolecall.inprocess.network import Network
+from rolecall.inprocess.threads import Ended, Threads, acting_for, place_of, start_alone
+from rolecall.life.process import Exit, LogStacks
+from rolecall.life.workers import Batch, RankWorkers
+from rolecall.rank import worker
+from rolecall.rank.worker_end import WorkerEnd
+from rolecall.rank.worker_process import WorkerProcess
+from rolecall.telemetry import Metric
+from rolecall.wire.session import Session
+
+CALL_SECONDS = 0.05  # for the threads of a worker that ends to raise at a call, before they are interrupted
+LOOK_SECONDS = 0.02  # between two looks whether they have ended
+AGAIN_SECONDS = 1.0  # from one interrupt to the next: what it raises may be caught
+WARN_SECONDS = 5.0
+KILLED = -int(signal.SIGKILL)
+
+
+class NoTorch:
+    """Takes the place of what torch.distributed does, which one process has once."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"{name}: torch has one process group, store and RPC a process; run this job without --in-process"
+        )
+
+
+class ThreadHost(worker.Host):
+    """What the worker of `task` has of a process that it shares."""
+
+    def __init__(self, task: Task, threads: Threads, network: Network) -> None:
+        super().__init__(task)
+        self._threads, self._network = threads, network
+        self.context: Context[Any] | None = None  # once it is made
+
+    def prepare(self) -> None:
+        """The process was prepared for all."""
+
+    def settings(self, job: Job) -> Settings:
+        """Those of the run, for this member."""
+        return self.task.settings.model_copy(update={"role": self.task.role, "ordinal": self.task.ordinal})
+
+    def metrics(self, declared: list[Metric], is_rank0: bool) -> Any:
+        """Metrics of this worker alone, which nobody serves."""
+        return telemetry.build(telemetry.of_role(declared, self.task.role, is_rank0))
+
+    def begin(self, context: Context[Any]) -> None:
+        """The generators of random numbers are shared, and were seeded for all."""
+        self.context, context.torch = context, NoTorch()
+
+    def log_as(self, generation: int | None) -> None:
+        """Lines of its threads name it."""
+        labels = {"role": self.task.role, "ordinal": self.task.ordinal, "generation": generation}
+        self._threads.labels = {name: value for name, value in labels.items() if value is not None}
+
+    def connect(self, context: Context[Any], session: Session) -> None:
+        """Meets the others by pairs of sockets."""
+        self._network.meet(context, session)
+
+
+class ThreadEnd(WorkerEnd):
+    """The worker's end of its pipe, which is `closed` once the worker has ended. `failed` is told what a role's
+    function has raised."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        task: Task,
+        watchdog: Watchdog | None,
+        exit: Callable[[int], NoReturn],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(connection, task, watchdog, exit)
+        self._failed = failed
+
+    def require_alive(self) -> None:
+        """Raises `Ended` if the worker has ended."""
+        if self._over.is_set():
+            raise Ended
+
+    def report_step(self, step: int) -> None:
+        """See `WorkerEnd.report_step`."""
+        self.require_alive()
+        super().report_step(step)
+
+    def fail(self, problem: str | BaseException) -> NoReturn:
+        """See `WorkerEnd.fail`."""
+        self.require_alive()
+        if isinstance(problem, BaseException):
+            self._failed(problem)
+        super().fail(problem)
+
+    def close(self) -> None:
+        """What is sent from now on raises `Ended`, and no order comes."""
+        self._over.set()
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as sock, contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+class WorkerThreads(WorkerProcess):
+    """Worker `number` of a rank in a run of `job`. `failed` is told what its function has raised."""
+
+    def __init__(
+        self,
+        number: int,
+        task: Task,
+        workers: RankWorkers,
+        perform: Callable[[Batch], None],
+        *,
+        job: Job,
+        network: Network,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(number, task, workers, perform)
+        self._threads = Threads(name_of((task.role, task.ordinal)))
+        self._host = ThreadHost(task, self._threads, network)
+        self._job = job
+        self._watchdog = Watchdog(task.settings.phase_timeout, task.settings.stuck_seconds)
+        self._end_of_worker = ThreadEnd(self._theirs, task, None if task.check else self._watchdog, self._exit, failed)
+        self._code: int | None = None  # once it ends
+        self._lock = threading.Lock()  # for that
+        self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()  # of the rank's log
+
+    # ---- what is done to it
+
+    async def _fork(self, limit: float) -> None:
+        self._host.log_as(self.task.attachment.generation if self.task.attachment else None)
+        self._loop.add_reader(self._connection.fileno(), self._read)
+        self._threads.start(lambda: worker.run(self._host, lambda: self._job, self._end_of_worker, self._watchdog))
+        self._perform(self._workers.forked(self.number, time.monotonic()))
+
+    def _kill(self) -> None:
+        self.end(KILLED)
+
+    async def _log_stacks(self, effect: LogStacks) -> None:
+        if effect.text:
+            generation, step = self.life.generation, self.life.step
+            telemetry.log().warning("stacks of the worker", generation=generation, step=step, exception=effect.text)
+        self._perform(self._workers.dumped(self.number, time.monotonic()))
+
+    # ---- its end
+
+    def _exit(self, code: int) -> NoReturn:
+        self.end(code)
+        raise Ended
+
+    def end(self, code: int = KILLED) -> None:
+        """Ends its threads, as if a process ended with `code`: they raise `Ended` at their next call. Returns before
+        they have ended. Any thread may call this."""
+        with self._lock:
+            if self._code is not None:
+                return
+            self._code = code
+        self._end_of_worker.close()
+        if self._host.context:
+            self._host.context.group.use(None)
+        start_alone(threading.Thread(target=self._finish, name=f"end of {self._threads.name}", daemon=True))
+
+    def _finish(self) -> None:
+        context = self._host.context
+        if context:
+            with acting_for(self._threads):
+                context.close()
+        self._await_threads(context)
+        if self._host.writer_lock:
+            self._host.writer_lock.release()
+        self._theirs.close()
+        with contextlib.suppress(RuntimeError):  # the run did not wait
+            self._loop.call_soon_threadsafe(self._exited, context=self._context)
+
+    def _await_threads(self, context: Context[Any] | None) -> None:
+        began = time.monotonic()
+        interrupt_at, warn_at = began + CALL_SECONDS, began + WARN_SECONDS
+        while alive := self._threads.alive():
+            now = time.monotonic()
+            if now >= interrupt_at:
+                self._threads.interrupt(alive)
+                interrupt_at = now + AGAIN_SECONDS
+            if now >= began + CALL_SECONDS and context:
+                context.group.wake()
+            if now >= warn_at:
+                warn_at = float("inf")
+                places = ", ".join(filter(None, map(place_of, alive))) or alive[0].name
+                telemetry.log().warning(f"{self._threads.name} has ended, and a thread of it still runs", at=places)
+            alive[0].join(LOOK_SECONDS)
+
+    def _exited(self) -> None:
+        self._read()
+        self._close()
+        exit = Exit(self._code, "killed" if self._code == KILLED else "")
+        self._perform(self._workers.exited(self.number, exit, time.monotonic()))

@@ -351,7 +351,7 @@ class Session:
             self._ready.add(connection.caller.me.name)
             self._look()
         self._running[connection, request.number] = self.clock.now
-        seconds = self.clock.random.choice((0.001, 0.05, 0.05, 0.5)) if request.method != "ask" else 4.0
+        seconds = self.clock.random.choice((0.001, 0.01, 0.02, 0.1)) if request.method != "ask" else 4.0
         self.clock.at(seconds, self.worker, self._executed, connection, request)
 
     def _executed(self, connection: Connection, request: Request) -> None:

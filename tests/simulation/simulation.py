@@ -62,7 +62,7 @@ class Simulation:
         self._specs = {role.name: role for role in self.roles}
         self._spare_count = Random(f"{self.seed} spares").choice((0, 0, 0, 1, 2))
         self.rank0: Key = (self.roles[0].name, 0)
-        self.goal = random.choice((40, 100, 10_000, 10_000))
+        self.goal = random.choice((6, 20, 10_000, 10_000))
         self.doomed: tuple[str, float] | None = None
         if random.random() < 0.05:
             self.doomed = random.choice(self.roles).name, random.uniform(0.1, 1.5)

@@ -14,7 +14,7 @@ from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.context.context import Context
 from rolecall.declare.loader import load_file
 from rolecall.declare.task import Attachment, Peer
-from rolecall.errors import Drained
+from rolecall.errors import Drained, PeerLostError
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
 
@@ -36,6 +36,7 @@ class Answers:
         else:
             self.context.drain()
             self.context.give_up(to)
+            answer.set_exception(PeerLostError(f"{to} does not answer: it was lost"))
         return answer
 
     def lose(self, peer: Peer) -> None:

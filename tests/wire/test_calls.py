@@ -243,7 +243,7 @@ def test_the_end_of_a_session_closes_everything(logged: list[EventDict]) -> None
     closed = list[int]()
 
     def fail() -> None:
-        raise OSError("a closer")
+        raise SystemExit("a closer")
 
     session = Session(3)
     for close in (lambda: closed.append(1), fail, lambda: closed.append(2)):

@@ -9,21 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rolecall.errors import CallError, PeerLostError
+from rolecall.links import effects
 from rolecall.links.calls import Call, CallState, frozen_error, lost_error
-from rolecall.links.effects import (
-    Batch,
-    Cancel,
-    Close,
-    Connect,
-    Effect,
-    Examine,
-    Explain,
-    Fail,
-    Flush,
-    ReportLost,
-    Send,
-    Tell,
-)
+from rolecall.links.effects import Batch, Effect
 
 MAX_IN_FLIGHT_BYTES = 128 * 2**20  # of requests to a peer without an answer; a larger one goes alone
 MAX_IN_FLIGHT = 4096  # requests to a peer without an answer
@@ -100,11 +88,13 @@ class Links:
 
     def has_lost(self, name: str) -> bool:
         """Whether a peer was lost, or its link has broken."""
-        return self.peer(name).state == "lost"
+        peer = self._peers.get(name)
+        return peer is not None and peer.state == "lost"
 
     def in_flight(self, name: str) -> int:
         """Calls to a peer without an answer."""
-        return self.peer(name).in_flight
+        peer = self._peers.get(name)
+        return peer.in_flight if peer is not None else 0
 
     def problem(self, name: str, epoch: int) -> str:
         """Why a peer, at an epoch, is neither called nor served; empty if it is."""
@@ -142,7 +132,7 @@ class Links:
     def _begin_to_wait(self, call: Call, peer: Peer, now: float) -> None:
         if problem := self.problem(peer.name, peer.epoch):
             call.state = "given up"
-            self.effects.append(Fail(call, lost_error(peer.name, problem)))
+            self.effects.append(effects.Fail(call, lost_error(peer.name, problem)))
             return
         self.calls[call.number] = call
         if call.urgent or peer.fits(call.nbytes):
@@ -209,11 +199,11 @@ class Links:
 
     def _fail(self, call: Call, error: CallError) -> None:
         self._remove(call, "given up")
-        self.effects.append(Fail(call, error))
+        self.effects.append(effects.Fail(call, error))
 
     def _cancel(self, call: Call) -> None:
         if call.link in self._links:
-            self.effects.append(Cancel(call))
+            self.effects.append(effects.Cancel(call))
 
     def _admit(self, peer: Peer, now: float) -> None:
         """Sends calls that wait for room, as far as there is some. One that does not fit holds up no other."""
@@ -222,7 +212,7 @@ class Links:
                 peer.queue.remove(call)
                 peer.take_room(call)
                 self._send(call, peer, now)
-                self.effects.append(Send(call))
+                self.effects.append(effects.Send(call))
 
     def _send(self, call: Call, peer: Peer, now: float) -> None:
         """A call that has waited is sent. If its deadline runs from when it begins, the wait does not count."""
@@ -237,15 +227,15 @@ class Links:
     def _connect(self, peer: Peer) -> None:
         self._attempts += 1
         peer.state, peer.attempt = "connecting", self._attempts
-        self.effects.append(Connect(peer.name, peer.epoch, peer.attempt))
+        self.effects.append(effects.Connect(peer.name, peer.epoch, peer.attempt))
 
     def connected(self, name: str, attempt: int, link: Hashable, epoch: int, now: float) -> Batch:
         """A connection to a peer is made, which is there at `epoch`."""
         peer = self.peer(name)
         if not self._is_newest(peer, attempt):
-            self.effects.append(Close(link, self.problem(name, epoch)))
+            self.effects.append(effects.Close(link, self.problem(name, epoch)))
         elif epoch < peer.epoch:
-            self.effects.append(Close(link, JOINED_AGAIN))
+            self.effects.append(effects.Close(link, JOINED_AGAIN))
             self._give_up(peer, lost_error(name, JOINED_AGAIN))
         else:
             if epoch > peer.epoch:
@@ -264,7 +254,7 @@ class Links:
         for call in calls:
             self._send(call, peer, now)
         if calls:
-            self.effects.append(Flush(peer.link, calls))
+            self.effects.append(effects.Flush(peer.link, calls))
         else:
             peer.state = "up"
             self._admit(peer, now)
@@ -293,7 +283,7 @@ class Links:
 
     def _tell(self, peer: Peer) -> None:
         if peer.listeners:
-            self.effects.append(Tell(peer.name, tuple(peer.listeners)))
+            self.effects.append(effects.Tell(peer.name, tuple(peer.listeners)))
             peer.listeners = []
 
     def closed(self, link: Hashable, problem: str) -> Batch:
@@ -309,7 +299,7 @@ class Links:
         self._drop(peer, problem)
         peer.state, peer.problem = "lost", problem
         self._fail_all([*peer.waiting, *peer.queue], lost_error(peer.name, problem))
-        self.effects.append(ReportLost(peer.name, peer.epoch, problem))
+        self.effects.append(effects.ReportLost(peer.name, peer.epoch, problem))
         self._tell(peer)
 
     def _drop(self, peer: Peer, problem: str) -> None:
@@ -322,17 +312,17 @@ class Links:
     def _close(self, peer: Peer, problem: str) -> None:
         """Closes the link to a peer, if there is one, and those from it."""
         if peer.link is not None:
-            self.effects.append(Close(peer.link, problem))
+            self.effects.append(effects.Close(peer.link, problem))
             self._drop(peer, problem or CLOSED)
         for link in [link for link, (name, _) in self._accepted.items() if name == peer.name]:
             del self._accepted[link]
-            self.effects.append(Close(link, problem))
+            self.effects.append(effects.Close(link, problem))
 
     def forget(self, name: str) -> Batch:
         """Closes the link to a peer without losing it: the next call makes another."""
         peer = self.peer(name)
         if peer.state == "up":
-            self.effects.append(Close(peer.link, ""))
+            self.effects.append(effects.Close(peer.link, ""))
             self._drop(peer, CLOSED)
             peer.state = "absent"
             if peer.queue:
@@ -356,7 +346,7 @@ class Links:
         if not self._over and epoch > self.peer(name).epoch:
             self._join(self.peer(name), epoch)
         if problem := self.problem(name, epoch):
-            self.effects.append(Close(link, problem))
+            self.effects.append(effects.Close(link, problem))
         else:
             self._accepted[link] = name, epoch
         return self.batch()
@@ -396,7 +386,7 @@ class Links:
         """The session has ended: closes all links, and fails all calls."""
         self._over, error = problem, PeerLostError(problem)
         self._fail_all([*self.calls.values()], error)
-        self.effects += [Close(link, problem) for link in (*self._links, *self._accepted)]
+        self.effects += [effects.Close(link, problem) for link in (*self._links, *self._accepted)]
         for peer in self._peers.values():
             peer.state, peer.link = "absent", None
         self._links, self._accepted, self.due = {}, {}, math.inf
@@ -419,7 +409,7 @@ class Links:
             else:
                 call.state, call.expires = "examined", math.inf  # until it is known what it does
                 asked.setdefault(call.to, []).append(call)
-        self.effects += [Examine(name, tuple(calls)) for name, calls in asked.items()]
+        self.effects += [effects.Examine(name, tuple(calls)) for name, calls in asked.items()]
         for peer in self._peers.values():
             self._admit(peer, now)
         self.due = min((call.expires for call in self.calls.values()), default=math.inf)
@@ -443,7 +433,7 @@ class Links:
             else:
                 call.state = "late"
                 late.setdefault((call.method, running is None or runs is not None), []).append(call)
-        self.effects += [Explain(tuple(each), begun, running is None) for (_, begun), each in late.items()]
+        self.effects += [effects.Explain(tuple(each), begun, running is None) for (_, begun), each in late.items()]
         return self.batch()
 
     def explained(self, calls: Sequence[Call], *, begun: bool, alive: bool, now: float) -> Batch:
@@ -457,7 +447,7 @@ class Links:
                 self._cancel(call)
             for call in ended:
                 if not alive and not call.written and call.link in self._links:  # its caller is still sending it
-                    self.effects.append(Close(call.link, str(error)))
+                    self.effects.append(effects.Close(call.link, str(error)))
                     self._lose_link(call.link, str(error))
             self._admit(self._peers[ended[0].to], now)
         return self.batch()

@@ -56,6 +56,11 @@ class Ordered:
         self._work = deque[Callable[[], object]]()
         self._lock = threading.Lock()
 
+    @property
+    def busy(self) -> bool:
+        """Whether it runs something."""
+        return bool(self._work)
+
     def run(self, function: Callable[..., object], *args: Any) -> None:
         """Runs `function` once those before have returned."""
         with self._lock:

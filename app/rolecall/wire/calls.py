@@ -329,15 +329,15 @@ class Wire:
 
     def _cancel(self, call: Pending) -> None:
         if not call.link.ended:
-            call.link.offer(Kind.CANCEL, call.number, _NOTHING, lambda: None)
+            call.link.offer(Kind.CANCEL, call.number, _NOTHING)
 
     def _give_up(self, call: Pending) -> None:
         """Nobody waits for the answer of a call any more."""
         with self._lock:
             was_live = call.live
             batch = self._timed(self._links.cancelled(call, time.monotonic()))
-        if was_live and call.ended:
-            call.ended(None, RemoteError(f"{call.method} was cancelled"), 0)
+        if was_live:
+            self._note(call, None, RemoteError(f"{call.method} was cancelled"))
         self._do(batch)
 
     def _finish(self, call: Pending, value: Any, error: Exception | None, received: int = 0) -> None:
@@ -354,18 +354,22 @@ class Wire:
         return is_live
 
     @staticmethod
-    def _end(call: Pending, value: Any, error: Exception | None, received: int = 0) -> None:
-        """A call has ended: tells who waits for it."""
-        try:
-            if call.ended:
+    def _note(call: Pending, value: Any, error: Exception | None, received: int = 0) -> None:
+        if call.ended:
+            try:
                 call.ended(value, error, received)
-        finally:
-            if call.items is not None:
-                call.items.put(error)
-            else:
-                call.future.end(value, error)
-            if call.room:
-                call.room.set()
+            except Exception:  # what follows for others is done all the same
+                telemetry.log().exception("the end of a call cannot be noted", peer=call.to, function=call.method)
+
+    def _end(self, call: Pending, value: Any, error: Exception | None, received: int = 0) -> None:
+        """A call has ended: tells who waits for it."""
+        self._note(call, value, error, received)
+        if call.items is not None:
+            call.items.put(error)
+        else:
+            call.future.end(value, error)
+        if call.room:
+            call.room.set()
 
     # ---- late calls
 
@@ -380,8 +384,7 @@ class Wire:
 
     def _examine(self, peer: str, calls: tuple[Call, ...]) -> None:
         def then(answer: Any) -> None:
-            examined = None if answer is None else Examined(*answer)
-            running, served = (examined.running, examined.served) if examined else (None, False)
+            running, served = (None, False) if answer is None else Examined(*answer)
             self._take(self._links.examined, calls, running, served=served, now=time.monotonic())
 
         self._ask(peer, "examine", self.me, tuple(call.number for call in calls), then=then)

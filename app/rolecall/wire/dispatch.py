@@ -115,7 +115,7 @@ class Dispatcher:
             early, self._early = self._early, []
         for call in early:
             if self._admit(call):
-                self._run_apart(call)
+                apart.run(self._work, call)
 
     def pause(self) -> None:
         """Calls of the role's object wait until `serve` is called again."""
@@ -215,10 +215,7 @@ class Dispatcher:
             held = self._held_back.pop(link)
         for call in held:
             if self._admit(call):
-                self._run_apart(call)
-
-    def _run_apart(self, call: Call) -> None:
-        threading.Thread(target=self._work, args=(call,), name="remote call", daemon=True).start()
+                apart.run(self._work, call)
 
     def cancel(self, link: Link, number: int) -> None:
         """The caller has given a call up."""
@@ -445,7 +442,7 @@ class Dispatcher:
         """Sends what a call ended with. It holds no place among those that run meanwhile."""
         link, nbytes = call.link, content.nbytes
         if following := self._leave(call, nbytes):
-            self._run_apart(following)
+            apart.run(self._work, following)
         if waits:
             try:
                 link.send(kind, call.number, content)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import socket
 import struct
 import threading
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 from rolecall import telemetry
 from rolecall.wire import memory
+from rolecall.wire.apart import Ordered
 from rolecall.wire.codec import Encoded
 from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
 from rolecall.wire.memory import Region
@@ -53,15 +53,6 @@ def pair() -> tuple[Sockets, Sockets]:
     return Sockets(a, a, pid, bool(pid)), Sockets(b, b, pid, bool(pid))
 
 
-class _Posted(NamedTuple):
-    """A frame that a link's own thread sends."""
-
-    kind: Kind
-    call: int
-    content: Encoded
-    sent: Callable[[], None]
-
-
 class Link:
     """A link to the worker `peer`. `received(link, frame)` is called in a thread that may block: another one reads on
     meanwhile. `quick(link, frame)` is called before, and returns True for a frame that it has dealt with at once.
@@ -91,7 +82,7 @@ class Link:
         self._lock = threading.Lock()
         self._ended = self._shut_down = self._unread = False
         self.unread_answers = self.unread_bytes = 0  # that the dispatcher sends, and the peer has not read
-        self._outbox: queue.SimpleQueue[_Posted] | None = None  # what its thread sends
+        self._outbox = Ordered()
 
     def start(self) -> None:
         """Begins to read."""
@@ -105,38 +96,25 @@ class Link:
             self._readers.step_aside()
         self._writer.send(kind, call, content)
 
-    def offer(self, kind: Kind, call: int, content: Encoded, sent: Callable[[], None]) -> None:
-        """Sends a frame, without a wait for the peer: what it does not take at once is copied, and sent by a thread of
-        the link. Calls `sent` once it is sent, or never will be."""
+    def offer(self, kind: Kind, call: int, content: Encoded, sent: Callable[[], object] = bool) -> None:
+        """Sends a frame, without a wait for the peer: what it does not take at once is copied, and sent apart. Calls
+        `sent` once it is sent, or never will be."""
         try:
-            done = self._outbox is None and self._writer.try_send(kind, call, content)
+            done = not self._outbox.busy and self._writer.try_send(kind, call, content)
         except OSError as error:
             self.close(str(error))
             done = True
         if done:
             sent()
-            return
-        posted = _Posted(kind, call, content=content.owned(), sent=sent)
-        with self._lock:
-            if outbox := self._outbox:
-                outbox.put(posted)
-                return
-            outbox = self._outbox = queue.SimpleQueue()
-            outbox.put(posted)
-        threading.Thread(target=self._post, args=(outbox,), name=f"wire {self.peer}", daemon=True).start()
+        else:
+            self._outbox.run(self._post, kind, call, content.owned(), sent)
 
-    def _post(self, outbox: queue.SimpleQueue[_Posted]) -> None:
-        while True:
-            with self._lock:
-                if outbox.empty():
-                    self._outbox = None
-                    return
-            posted = outbox.get_nowait()
-            try:
-                self._writer.send(posted.kind, posted.call, posted.content)
-            except OSError as error:
-                self.close(str(error))
-            posted.sent()
+    def _post(self, kind: Kind, call: int, content: Encoded, sent: Callable[[], object]) -> None:
+        try:
+            self._writer.send(kind, call, content)
+        except OSError as error:
+            self.close(str(error))
+        sent()
 
     def send_count(self, kind: Kind, call: int, count: int) -> None:
         """Sends a frame with a number."""

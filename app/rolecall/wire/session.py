@@ -46,7 +46,7 @@ class Session:
         for close in reversed(closers):
             try:
                 close()
-            except Exception:  # the others are closed all the same
+            except BaseException:  # the others are closed all the same
                 telemetry.log().exception("a part of a generation cannot be closed")
         self._over.set()
 

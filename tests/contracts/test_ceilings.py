@@ -15,8 +15,8 @@ ROOMS = {
     "rolecall/context": 2920,  # the end of a worker in a process that goes on
     "rolecall/declare": 1470,
     "rolecall/export": 920,
-    "rolecall/gang": 2000,
-    "rolecall/inprocess": 900,  # threads in place of processes, sockets and HTTP
+    "rolecall/gang": 2300,  # its batches: which requests wait, what a member logs, when each is due
+    "rolecall/inprocess": 920,  # threads in place of processes, sockets and HTTP
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
@@ -33,12 +33,12 @@ ROOMS = {
     "rolecall/observe/sinks": 690,
     "rolecall/observe/stacks": 630,
     "rolecall/observe/trace": 810,
-    "rolecall/rank": 4680,
+    "rolecall/rank": 4650,
     "rolecall/record": 1380,
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2050,
     "rolecall/weights": 950,
-    "rolecall/wire": 2730,
+    "rolecall/wire": 2750,  # the end of a dispatcher in a process that goes on
 }
 # lines of Python; words of Markdown in docs
 TOTALS = {"tests": 49830, "bench": 9120, "tools": 2040, "docs": 47600}  # the states of the cores, from their docstrings

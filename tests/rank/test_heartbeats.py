@@ -39,9 +39,6 @@ class Link:
     async def reply(self, number: str, result: Any) -> None:
         pass
 
-    def outdate(self, post: asyncio.Task[Answer]) -> bool:
-        return not post.done()
-
 
 async def beat(
     settings: Settings, link: Link, joined_at: float, enough: asyncio.Event

@@ -181,27 +181,24 @@ class Member:
         """The worker's status is another one."""
         return self._batch(now, send=True)
 
-    def _heartbeat(self, worker: WorkerStatus) -> Heartbeat:
+    def _beat(self) -> Beat:
+        """The next request: the heartbeat, if it says something new, and what the coordinator need not repeat."""
         self._sequence += 1
-        unknown = self._reported is None or self.retries > 0  # to the coordinator, which may have been restarted
+        worker, reported = self._status(), self._reported
+        unknown = reported is None or self.retries > 0  # to the coordinator, which may have been restarted
         taken = self._losses_taken(worker)
-        worker = replace(worker, lost_peers=worker.lost_peers[taken : taken + MAX_LOSSES])
-        return replace(
+        heartbeat = replace(
             self.identity,
             sequence=self._sequence,
             epoch=self._epoch,
-            worker=worker,
+            worker=replace(worker, lost_peers=worker.lost_peers[taken : taken + MAX_LOSSES]),
             leaving=self.leaving,
             acknowledged=self.acknowledged,
             settings=self.identity.settings if unknown else None,
         )
-
-    def _beat(self) -> Beat:
-        """The next request: the heartbeat, if it says something new, and what the coordinator need not repeat."""
-        worker = self._status()
-        heartbeat, reported = self._heartbeat(worker), self._reported
-        more = len(worker.lost_peers) - self._losses_taken(worker) > MAX_LOSSES  # they follow the answer
-        known = "" if more else self._known
+        # asks for an answer at once: after a failed request, to acknowledge the job's end, or if more losses follow
+        asks = self.retries or self.acknowledged or len(worker.lost_peers) - taken > MAX_LOSSES
+        known = "" if asks or self.directive is None else name_of_directive(self._coordinator, self.directive)
         beat = Beat(self.identity.incarnation, heartbeat.sequence, known=known, listed=self._list[0])
         if reported is not None and not self.retries:
             same = replace(heartbeat, sequence=reported.sequence, settings=reported.settings) == reported
@@ -212,14 +209,6 @@ class Member:
     def _losses_taken(self, worker: WorkerStatus) -> int:
         part, count = self._taken
         return count if part == (worker.generation, worker.join) else 0
-
-    @property
-    def _known(self) -> str:
-        """Names the directive that the coordinator need not repeat. Empty asks for an answer at once: after a failed
-        request, and to acknowledge the job's end."""
-        if self.retries or self.acknowledged or self.directive is None:
-            return ""
-        return name_of_directive(self._coordinator, self.directive)
 
     def answered(self, request: Request, answer: Answer, now: float) -> Batch:
         """The answer to `request`. One that lacks something, or comes too late, is none: the gang may have given this

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from functools import partial
 
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.errors import CRASHED, UsageError
 from rolecall.gang.member import Batch, Member, Request
-from rolecall.gang.protocol import Answer
 from rolecall.rank.queries import Replies
 from rolecall.tunnel.rank0 import CoordinatorClient, UntrustedRank0Error
 
@@ -34,34 +32,31 @@ class Heartbeats:
         self._given.set()
 
     async def run(self, client: CoordinatorClient) -> None:
-        """Posts requests by `client`."""
-        while True:
-            await self._given.wait()
-            self._given.clear()
-            request = self._request
-            assert request is not None
-            post, newer = asyncio.create_task(client.post(request.beat)), asyncio.create_task(self._given.wait())
-            try:
-                await asyncio.wait({post, newer}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                newer.cancel()
-                outdated = client.outdate(post)
-            if outdated:
-                post.add_done_callback(partial(self._take, client, request))
-            else:
-                self._take(client, request, post)
+        """Posts requests by `client`.
 
-    def _take(self, client: CoordinatorClient, request: Request, post: asyncio.Task[Answer]) -> None:
-        """A request has an answer, or gets none."""
-        if post.cancelled():
-            return
-        if error := post.exception():
+        The coordinator answers an outdated one as soon as it has the newer one, and its connection is used again:
+        another one would cost a TLS handshake. One whose answer does not come by the next time is closed.
+        """
+        posts = list[asyncio.Task[None]]()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._given.wait()
+                self._given.clear()
+                assert self._request is not None
+                for outdated in posts[:-1]:
+                    outdated.cancel()
+                posts = [*posts[-1:], group.create_task(self._exchange(client, self._request))]
+
+    async def _exchange(self, client: CoordinatorClient, request: Request) -> None:
+        try:
+            answer = await client.post(request.beat)
+        except Exception as error:
             self._fail(request, error)
         else:
-            self._replies.take(post.result().queries, client.reply)
-            self._perform(self._member.answered(request, post.result(), time.monotonic()))
+            self._replies.take(answer.queries, client.reply)
+            self._perform(self._member.answered(request, answer, time.monotonic()))
 
-    def _fail(self, request: Request, error: BaseException) -> None:
+    def _fail(self, request: Request, error: Exception) -> None:
         member, settings, now = self._member, self._settings, time.monotonic()
         problem = str(error) or type(error).__name__
         stranger = isinstance(error, UntrustedRank0Error)

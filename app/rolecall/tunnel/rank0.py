@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any, Self
@@ -37,7 +36,6 @@ class CoordinatorClient:
         self.address = f"{settings.master_addr}:{settings.rank0_port}"
         place = f"[{host}]" if ":" in host else host
         self._root = f"http://{place}:{settings.rank0_port}"
-        self._outdated = set[asyncio.Task[Answer]]()  # one at most
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=settings.lease_seconds / 2),
             headers={"Authorization": f"Bearer {badge}"} if badge else {},
@@ -51,24 +49,7 @@ class CoordinatorClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for outdated in self._outdated:
-            outdated.cancel()
-        await asyncio.gather(*self._outdated, return_exceptions=True)
         await self._session.close()
-
-    def outdate(self, post: asyncio.Task[Answer]) -> bool:
-        """Abandons `post` if it is unanswered: a newer beat follows. Returns whether it was unanswered.
-
-        The coordinator answers it as soon as it has the newer one, and its connection is used again: another one would
-        cost a TLS handshake. One whose answer does not come by the next time is closed.
-        """
-        if post.done():
-            return False
-        for earlier in self._outdated:
-            earlier.cancel()
-        self._outdated = {post}
-        post.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody needs its answer
-        return True
 
     async def post(self, beat: Beat) -> Answer:
         """The answer to `beat`: at once if the beat names an old directive, otherwise after a while.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,9 +74,11 @@ class Wire:
 
     def _close(self) -> None:
         """Closes all links, and ends this wire's threads."""
-        self._take(self._links.end, self._session.problem)
-        self._monitor.stop()
-        self._wakeups.put(None)
+        try:
+            self._take(self._links.end, self._session.problem)
+        finally:
+            self._monitor.stop()
+            self._wakeups.put(None)
 
     # ---- what is to be done
 
@@ -103,39 +106,63 @@ class Wire:
             else:
                 if dropped:
                     self._give_up(dropped)
+                dropped = None  # it refers to its arguments
 
     def _do(self, batch: Batch) -> None:
-        """Does what a batch says: without waiting, except that `Flush` may wait for the peer to read."""
-        for effect in batch.effects:
-            match effect:
-                case effects.Connect(peer, epoch, attempt):
-                    work = threading.Thread(target=self._connect, args=(peer, epoch, attempt), name=f"wire to {peer}")
-                    work.daemon = True
+        """Does what a batch says, and what follows from that: without waiting, except that `Flush` may wait for the
+        peer to read."""
+        to_do = deque(batch.effects)
+        while to_do:
+            try:
+                to_do.extendleft(reversed(self._perform(to_do.popleft())))
+            except Exception:  # what comes after it is done all the same
+                telemetry.log().exception("a link or a call cannot be dealt with")
+
+    def _perform(self, effect: effects.Effect) -> tuple[effects.Effect, ...]:
+        """Does one thing. Returns what follows from it."""
+        match effect:
+            case effects.Connect(peer, epoch, attempt):
+                work = threading.Thread(target=self._connect, args=(peer, epoch, attempt), name=f"wire to {peer}")
+                work.daemon = True
+                try:
                     work.start()
-                case effects.Flush(link, calls):
-                    for call in calls:
-                        if call.live:
-                            self._write(link, call, call.content)
-                    self._take(self._links.flushed, link, time.monotonic())
-                case effects.Send(call):
-                    call.room.set()
-                case effects.Fail(call, error):
-                    self._end(call, None, error)
-                case effects.Cancel(call):
-                    if call.written:  # otherwise who writes it finds out
-                        self._cancel(call)
-                case effects.Close(link, problem):
-                    link.close(problem)
-                case effects.Examine(peer, calls):
-                    apart.run(self._examine, peer, calls)
-                case effects.Explain():
-                    apart.run(self._explain, effect)
-                case effects.Tell(peer, listeners):
-                    for listener in listeners:
-                        apart.run(listener, peer)
-                case effects.ReportLost(peer, epoch, problem):
-                    if not self._session.ended:
-                        apart.run(self._lost, peer, epoch, lost_error(peer, problem))
+                except RuntimeError as error:  # there are too many threads
+                    lost = PeerLostError(f"{peer} cannot be connected to: {error}")
+                    with self._lock:
+                        return self._timed(self._links.not_connected(peer, attempt, lost)).effects
+            case effects.Flush(link, calls):
+                for call in calls:
+                    if call.live:
+                        self._write(link, call, call.content)
+                with self._lock:
+                    following = self._timed(self._links.flushed(link, time.monotonic())).effects
+                for call in calls:
+                    if call.request is None:  # it has waited for the link, by which calls are sent at once now
+                        self._finish(call, None, None)
+                return following
+            case effects.Send(call):
+                call.room.set()
+            case effects.Fail(call, error):
+                self._end(call, None, error)
+            case effects.Cancel(call):
+                if call.written:  # otherwise who writes it finds out
+                    self._cancel(call)
+            case effects.Close(link, problem):
+                link.close(problem)
+            case effects.Examine(peer, calls):
+                apart.run(self._examine, peer, calls)
+            case effects.Explain():
+                apart.run(self._explain, effect)
+            case effects.Tell(peer, listeners):
+                for listener in listeners:
+                    apart.run(listener, peer)
+            case effects.ReportLost(peer, epoch, problem):
+                apart.run(self._report_lost, peer, epoch, problem)
+        return ()
+
+    def _report_lost(self, peer: str, epoch: int, problem: str) -> None:
+        if not self._session.ended:  # with which all are lost
+            self._lost(peer, epoch, lost_error(peer, problem))
 
     # ---- links
 
@@ -276,8 +303,9 @@ class Wire:
                     self._links.expect(call, time.monotonic())
                     self._timed(self._links.batch())
                 frame = items.get()  # bounded by the deadline, if there is one, and by the peer
-                with self._lock:
-                    self._links.item(call)
+                if isinstance(frame, Frame):
+                    with self._lock:
+                        self._links.item(call)
             if frame is None:
                 return
             if isinstance(frame, Exception):
@@ -310,19 +338,20 @@ class Wire:
         if call.room:
             call.room.wait()  # bounded by its deadline, if there is one, and by the peer
             link = call.link
-        if link is not None:
+        if link is not None and call.request is None:
+            self._finish(call, None, None)
+        elif link is not None:
             self._write(link, call, content)
 
     def _write(self, link: Link, call: Pending, content: Encoded | None) -> None:
         """Sends a request."""
         call.content = None
         if call.request is None:
-            self._finish(call, None, None)
             return
         try:
             link.send(Kind.REQUEST, call.number, cast(Encoded, content))
-        except OSError as error:
-            link.close(str(error))
+        except Exception as error:  # part of it may have left
+            link.close(str(error) or type(error).__name__)
         call.written = True
         if call.state == "given up":  # meanwhile
             self._cancel(call)
@@ -426,7 +455,7 @@ class Wire:
                 self.dispatcher.confirm(link, frame.call)
             case Kind.ITEM:
                 self._received(link, frame)
-            case Kind.ANSWER if not frame.buffers and _CLASS not in frame.body:
+            case Kind.ANSWER if not frame.buffers and isinstance(frame.body, bytes) and _CLASS not in frame.body:
                 self._received(link, frame)
             case _:
                 return False

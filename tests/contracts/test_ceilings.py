@@ -12,11 +12,11 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 ROOMS = {
     "rolecall": 1990,
     "rolecall/checkpoint": 2050,
-    "rolecall/context": 2920,
+    "rolecall/context": 2900,
     "rolecall/declare": 1470,
     "rolecall/export": 920,
     "rolecall/gang": 2300,
-    "rolecall/inprocess": 900,  # one process for debugging and tests
+    "rolecall/inprocess": 920,  # one process for debugging and tests
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
@@ -41,7 +41,7 @@ ROOMS = {
     "rolecall/wire": 2750,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 51670, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
+TOTALS = {"tests": 51700, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
 
 
 def lines(path: Path) -> int:

@@ -6,12 +6,14 @@ import asyncio
 import io
 import json
 import logging
+import queue
 import random
 import runpy
 import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,19 @@ def test_a_kill_ends_whatever_its_member_does(waits: str, tmp_path: Path) -> Non
         return {"generation": context.generation}
 
     assert run(lead, tmp_path)["result"]["generation"] == 2
+
+
+def test_threads_of_a_role_delay_no_end(tmp_path: Path) -> None:
+    pool = ThreadPoolExecutor(1)
+
+    def lead(*_: Any) -> None:
+        for wait in (threading.Event().wait, queue.Queue[int]().get, Future[int]().result):
+            threading.Thread(target=wait, daemon=True).start()
+        pool.submit(int).result()
+
+    assert run(lead, tmp_path)["state"] == "finished"
+    assert pool.submit(int, "7").result() == 7  # it is not this role's alone
+    pool.shutdown()
 
 
 def test_what_a_role_raises_is_the_cause_of_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,10 @@ class Worker:
     generation: int = 3
 
     @property
+    def life(self) -> Worker:
+        return self
+
+    @property
     def pid(self) -> int:
         return self.process.pid
 

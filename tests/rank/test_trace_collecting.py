@@ -33,7 +33,7 @@ class Worker:
 
     def __init__(self, generation: int, traced: bool = True) -> None:
         self.state, self.alive, self.traced, self.generation, self.join = "running", True, traced, generation, 0
-        self.task = SimpleNamespace(check=False)
+        self.check, self.life = False, self
         self.sent: list[RecordTrace] = []
 
     def send(self, message: RecordTrace) -> None:

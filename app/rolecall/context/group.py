@@ -114,13 +114,6 @@ class Group:
         """Calls go by `transport`, without a meeting."""
         self.transport = self._transport = transport
 
-    def wake(self) -> None:
-        """Wakes the threads that wait for a generation, a drain or a queue: they are to end."""
-        self.drain_ordered.set()
-        self.queues.give_up()
-        with self._changed:
-            self._changed.notify_all()
-
     def _ended(self) -> None:
         with self._changed:
             self.transport = self._transport = None

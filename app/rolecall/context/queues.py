@@ -95,11 +95,6 @@ class Items:
                 self._depth.set(len(self._items))
                 return ended
 
-    def give_up(self) -> None:
-        """Ends the waits for it."""
-        for answer in [*self._getters, *self._putters]:
-            answer.cancel()
-
     def snapshot(self) -> list[Any]:
         """The items, the next one first, and those that wait for room."""
         with self._lock:
@@ -133,11 +128,6 @@ class Queues:
         if items.maxsize != maxsize:
             raise UsageError(f"queue {name!r}: has maxsize={items.maxsize}, and {maxsize} at another place")
         return items
-
-    def give_up(self) -> None:
-        """Ends the waits for all of them."""
-        for items in [*self._queues.values()]:
-            items.give_up()
 
     @remote
     async def queue_put(self, name: str, maxsize: int, item: Any, seconds: float | None) -> bool:

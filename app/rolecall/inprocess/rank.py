@@ -79,13 +79,6 @@ class Client:
         except RejectedError as error:
             raise UsageError(f"rank 0 refused this rank: {error}") from error
 
-    def outdate(self, post: asyncio.Task[Answer]) -> bool:
-        """See `CoordinatorClient.outdate`."""
-        if not post.done():
-            post.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody needs its answer
-            return True
-        return False
-
     async def reply(self, number: str, result: Any) -> None:
         """Nobody asks."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread as executors
 import contextlib
 import ctypes
 import sys
@@ -10,10 +11,12 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rolecall.declare import loader
 
+CHECKPOINT = loader.PACKAGE / "checkpoint"
 _owners = weakref.WeakKeyDictionary[threading.Thread, "Threads"]()
 start_alone = threading.Thread.start  # starts a thread that belongs to no worker
 
@@ -50,15 +53,16 @@ class Threads:
         self._threads.add(thread)
 
     def alive(self) -> list[threading.Thread]:
-        """Those that run."""
-        return [thread for thread in self._threads if thread.is_alive()]
+        """Those that run. An executor's, which others may use too, do not while they wait for work."""
+        return [each for each in self._threads if each.is_alive() and not _runs(each, executors._worker)]
 
     @staticmethod
     def interrupt(threads: list[threading.Thread]) -> None:
-        """Has `threads` raise `Ended` as soon as they run Python code."""
+        """Has `threads` raise `Ended` as soon as they run Python code, which wakes those that wait for each other."""
         raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
         for thread in threads:
             raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Ended))
+            _wake(thread)
 
 
 def owner() -> Threads | None:
@@ -96,6 +100,25 @@ def _start(self: threading.Thread) -> None:
     if threads := owner():
         threads._take(self)
     start_alone(self)
+
+
+def _wake(thread: threading.Thread) -> None:
+    """Wakes a thread that waits for a condition, an event, a queue or a future."""
+    if (frame := _runs(thread, threading.Condition.wait)) and (waiter := frame.f_locals.get("waiter")):
+        with contextlib.suppress(RuntimeError):  # it is awake
+            waiter.release()
+
+
+def _runs(thread: threading.Thread, function: Callable[..., Any]) -> FrameType | None:
+    """The frame of a thread that is in `function`, and in no Python function that it calls."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame if frame and frame.f_code is function.__code__ else None
+
+
+def writes(thread: threading.Thread) -> bool:
+    """Whether a thread is writing a checkpoint."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return any(Path(each.f_code.co_filename).parent == CHECKPOINT for each, _ in traceback.walk_stack(frame))
 
 
 def place_of(thread: threading.Thread) -> str:

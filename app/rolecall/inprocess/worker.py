@@ -23,7 +23,7 @@ from rolecall.declare.task import Task
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import name_of
 from rolecall.inprocess.network import Network
-from rolecall.inprocess.threads import Ended, Threads, acting_for, place_of, start_alone
+from rolecall.inprocess.threads import Ended, Threads, acting_for, place_of, start_alone, writes
 from rolecall.life.process import Exit, LogStacks
 from rolecall.life.workers import Batch, RankWorkers
 from rolecall.rank import worker
@@ -34,8 +34,8 @@ from rolecall.wire.session import Session
 
 CALL_SECONDS = 0.05  # for the threads of a worker that ends to raise at a call, before they are interrupted
 LOOK_SECONDS = 0.02  # between two looks whether they have ended
-AGAIN_SECONDS = 1.0  # from one interrupt to the next: what it raises may be caught
-WARN_SECONDS = 5.0
+AGAIN_SECONDS = 0.3  # from one interrupt to the next: what it raises may be caught
+LEAVE_SECONDS = 1.0  # after which those are left that wait for what is no thread: they raise once that is over
 KILLED = -int(signal.SIGKILL)
 
 
@@ -184,27 +184,25 @@ class WorkerThreads(WorkerProcess):
         if context:
             with acting_for(self._threads):
                 context.close()
-        self._await_threads(context)
+        self._await_threads()
         if self._host.writer_lock:
             self._host.writer_lock.release()
         self._theirs.close()
         with contextlib.suppress(RuntimeError):  # the run did not wait
             self._loop.call_soon_threadsafe(self._exited, context=self._context)
 
-    def _await_threads(self, context: Context[Any] | None) -> None:
+    def _await_threads(self) -> None:
         began = time.monotonic()
-        interrupt_at, warn_at = began + CALL_SECONDS, began + WARN_SECONDS
+        interrupt_at = began + CALL_SECONDS
         while alive := self._threads.alive():
             now = time.monotonic()
             if now >= interrupt_at:
                 self._threads.interrupt(alive)
                 interrupt_at = now + AGAIN_SECONDS
-            if now >= began + CALL_SECONDS and context:
-                context.group.wake()
-            if now >= warn_at:
-                warn_at = float("inf")
+            if now >= began + LEAVE_SECONDS and not any(map(writes, alive)):
                 places = ", ".join(filter(None, map(place_of, alive))) or alive[0].name
-                telemetry.log().warning(f"{self._threads.name} has ended, and a thread of it still runs", at=places)
+                telemetry.log().warning(f"{self._threads.name} has ended; a thread of it still waits", at=places)
+                return
             alive[0].join(LOOK_SECONDS)
 
     def _exited(self) -> None:

@@ -69,7 +69,9 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
 
 
 MUTANTS = mutants.read()
-SAMPLE = [*MUTANTS][:: len(MUTANTS) // 12 + 1]  # `make simulate` tries them all
+SAMPLE = [name for name in MUTANTS if MUTANTS[name].found_by][
+    :: len(MUTANTS) // 12 + 1
+]  # `make simulate` tries them all
 
 
 def test_the_mutants_are_in_the_cores() -> None:

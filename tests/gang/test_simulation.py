@@ -69,9 +69,7 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
 
 
 MUTANTS = mutants.read()
-SAMPLE = [name for name in MUTANTS if MUTANTS[name].found_by][
-    :: len(MUTANTS) // 12 + 1
-]  # `make simulate` tries them all
+SAMPLE = [name for name in MUTANTS if MUTANTS[name].found_by][:: len(MUTANTS) // 12 + 1]  # of `make simulate`'s
 
 
 def test_the_mutants_are_in_the_cores() -> None:

@@ -254,10 +254,11 @@ class WorkerLife:
         """It becomes a part of a generation."""
         if self.alive:
             self.generation, self.join, self.state = attachment.generation, attachment.me.join, "joining"
-            self.outcome, self.error, self.step, self.summary = "", "", 0, {}
             self.drains_failed, self.lost_peers = 0, ()
             self._departure, self._leave_because, self._leave_by = ("", ""), "", math.inf
-            self._effects.append(Send(messages.Attach(attachment)))
+            if not self.outcome:  # otherwise it has sent its result, and exits: it ends as this part
+                self.error, self.step, self.summary = "", 0, {}
+                self._effects.append(Send(messages.Attach(attachment)))
             self._changed = True
         return self._batch()
 

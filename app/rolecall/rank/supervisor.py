@@ -136,8 +136,9 @@ class Supervisor:
                 await self._signalled.wait()
             elif member.acknowledged:
                 limit = member.rules.finish_grace + member.rules.lease  # by then the gang has settled
-                with contextlib.suppress(TimeoutError):
-                    await self._or_signal(asyncio.wait_for(self._exits.wait(), limit))
+                exits = asyncio.create_task(self._exits.wait())
+                await self._or_signal(fork_server.within(exits, limit))
+                exits.cancel()
                 scraped = self._scrapes.once_more()
                 if self.run_pid and not coordinator:  # `rolecall run` signals those that outlive rank 0
                     await scraped

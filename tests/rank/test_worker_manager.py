@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from rolecall.declare.task import Task
 from rolecall.errors import UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive, Join, WorkerStatus
-from rolecall.rank import worker, worker_process
+from rolecall.rank import fork_server, worker, worker_process
 from rolecall.rank.worker_process import WorkerProcess
 from tests.rank.managed import JOB, Rank, obeys
 
@@ -88,6 +90,43 @@ def test_a_spare_takes_over_and_another_is_loaded(play: Any, tmp_path: Path, log
 
     play(steps, spares=2)
     assert [event["event"] for event in logged if event["log_level"] == "warning"] == ["worker ended"]
+
+
+def test_a_spare_that_cannot_be_made_is_put_off(
+    play: Any, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]
+) -> None:
+    pipe, calls = fork_server.context.Pipe, itertools.count()
+
+    def make_pipe() -> Any:
+        if next(calls) == 1:
+            raise OSError("too many open files")
+        return pipe()
+
+    monkeypatch.setattr(fork_server.context, "Pipe", make_pipe)
+
+    async def steps(rank: Rank) -> None:
+        await rank.act("start", 1)
+        await rank.until(lambda: rank.count("spare_workers") == 1)
+        await rank.act("detach", 2)  # the others are not affected
+        assert rank.workers.status().state == "ready"
+
+    play(steps, spares=1, rejoin_interval=0.1)
+    assert [event["cause"] for event in logged if event["event"] == "spare worker ended"] == ["too many open files"]
+
+
+def test_a_pause_counts_for_no_deadline(play: Any) -> None:
+    """Whatever the supervisor does first after it."""
+
+    async def steps(rank: Rank) -> None:
+        await rank.act("start", 1)
+        await rank.state("running")
+        rank.workers.detach(1.0, "rank 0 does not answer")
+        time.sleep(2)  # noqa: ASYNC251
+        rank.workers.detach(60, "rank 0 does not answer")
+        assert rank.workers.core.deadline > time.monotonic()
+        await rank.state("ready")
+
+    play(steps)
 
 
 def test_spares_of_a_role_that_does_not_stay_are_warned_of_once(play: Any, logged: list[EventDict]) -> None:

@@ -6,7 +6,6 @@ Its `Member` decides. The supervisor connects it with rank 0, the worker process
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal

@@ -54,15 +54,15 @@ def test_one_process_is_a_part_of_one_generation_after_another(play: Any) -> Non
         await rank.act("attach", 1, join=2)
         await rank.state("running")
         await rank.act("detach", 2)
-        assert rank.workers.status() == WorkerStatus(1, "ready", "stopped", join=2)
+        assert rank.workers.core.status() == WorkerStatus(1, "ready", "stopped", join=2)
         await rank.act("attach", 2)
         await rank.state("running")
-        assert (rank.worker.pid, rank.workers.status()) == (pid, WorkerStatus(2, "running"))
+        assert (rank.worker.pid, rank.workers.core.status()) == (pid, WorkerStatus(2, "running"))
         assert rank.count("worker_attach_seconds_count") == 2
         os.kill(pid, signal.SIGSTOP)  # it does not leave, and is killed
         rank.workers.detach(0.2, "rank 0 does not answer")
         await rank.state("ended")
-        assert rank.workers.status() == WorkerStatus(2, "ended", "stopped")
+        assert rank.workers.core.status() == WorkerStatus(2, "ended", "stopped")
 
     play(steps)
 
@@ -108,7 +108,7 @@ def test_a_spare_that_cannot_be_made_is_put_off(
         await rank.act("start", 1)
         await rank.until(lambda: rank.count("spare_workers") == 1)
         await rank.act("detach", 2)  # the others are not affected
-        assert rank.workers.status().state == "ready"
+        assert rank.workers.core.status().state == "ready"
 
     play(steps, spares=1, rejoin_interval=0.1)
     assert [event["cause"] for event in logged if event["event"] == "spare worker ended"] == ["too many open files"]
@@ -155,7 +155,7 @@ def test_worker_that_exceeds_its_memory_fails(
         rank.workers.limit_memory()
         if problem:
             await rank.state("ended")
-        status = rank.workers.status()
+        status = rank.workers.core.status()
         assert (status.outcome, status.error) == (("failed", f"{problem} of its role") if problem else ("", ""))
 
     play(steps)

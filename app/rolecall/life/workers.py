@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import UsageError
@@ -163,7 +164,7 @@ class RankWorkers:
         self._spare_failures, self._spare_at = 0, -math.inf  # in a row; when the next one may load
         self._closed = False
         self._action: Action | None = None  # being carried out
-        self._handing = self._handed_over = False
+        self._handing: Literal["", "under way", "over"] = ""  # of what was traced
         self._checked = {role}  # roles whose settings were checked since the gang assigned them
         self._check: Check | None = None  # under way
         self._attached_at: float | None = None
@@ -216,7 +217,7 @@ class RankWorkers:
     def carry_out(self, action: Action, now: float) -> Batch:
         """Begins to carry out `action`; a batch says when that is done."""
         action = self._possible(action)
-        self._action, self._handing, self._handed_over = action, False, False
+        self._action, self._handing = action, ""
         directive = action.directive
         if self._unlogged is not None and directive.kind != "finished":  # a peer may have ended with the job
             self._effects.append(LogEnd(self._unlogged))
@@ -389,7 +390,7 @@ class RankWorkers:
 
     def handed_over(self, now: float) -> Batch:
         """Rank 0 has collected what was traced, or did not in time."""
-        self._handed_over = True
+        self._handing = "over"
         return self._batch(now)
 
     def suspended(self, seconds: float) -> None:
@@ -488,9 +489,9 @@ class RankWorkers:
             if self.spares:
                 return False
             if not self._handing:
-                self._handing = True
+                self._handing = "under way"
                 self._effects.append(HandOver())
-            if not self._handed_over:
+            if self._handing != "over":
                 return False
         if not self.role and directive.kind in ("run", "stop") and directive.role not in self._checked:
             self._begin_check(directive.role, now)  # the gang waits until this action is carried out

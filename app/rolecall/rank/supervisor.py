@@ -73,7 +73,7 @@ class Supervisor:
         self.member = Member(
             rules(settings),
             me,
-            lambda: self.workers.status(),
+            lambda: self.workers.core.status(),
             time.monotonic(),
             rank0=(settings.master_addr, settings.rank0_port),
             is_rank0=self.is_rank0,
@@ -361,7 +361,7 @@ class Supervisor:
         return "the worker is silent" if silent else ""
 
     def _unready(self) -> str:
-        if self.workers.status().state in MET:
+        if self.workers.core.status().state in MET:
             return ""
         if self._settled:  # not ready: otherwise a disruption budget would keep the pods on their nodes
             return "the job has finished" if self._finished else "the job failed"

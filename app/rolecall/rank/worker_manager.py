@@ -17,7 +17,7 @@ from rolecall.declare.describe import Description
 from rolecall.declare.task import Task
 from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import Outcome, RoleSpec, WorkerStatus
+from rolecall.gang.protocol import Outcome, RoleSpec
 from rolecall.life import workers as life
 from rolecall.life.process import Record, Send
 from rolecall.life.workers import Batch, RankWorkers, SpareRules, Times
@@ -152,10 +152,6 @@ class WorkerManager:
     def worker(self) -> WorkerProcess | None:
         """The rank's own worker, the newest."""
         return None if self.core.current is None else self._processes.get(self.core.current)
-
-    def status(self) -> WorkerStatus:
-        """Its status, for the gang."""
-        return self.core.status()
 
     @property
     def last_heartbeat(self) -> float | None:

@@ -149,9 +149,10 @@ class Links:
 
     def answered(self, number: int, now: float) -> Call | None:
         """The answer of a call has come, or what its method raised. Returns the call, unless it has ended before."""
-        call = self.calls.pop(number, None)
-        if call is None:
+        call = self.calls.get(number)
+        if call is None or call.state in ("linking", "queued"):  # a number that the peer cannot know yet
             return None
+        del self.calls[number]
         call.state = "answered"
         peer = self._peers[call.to]
         if call.has_room:
@@ -173,6 +174,8 @@ class Links:
 
     def item(self, call: Call) -> None:
         """An item of a stream was taken: its reader does not wait."""
+        if call.state in ("examined", "late"):
+            call.state = "sent"
         call.expires = math.inf
         self._peers[call.to].ready = True
 

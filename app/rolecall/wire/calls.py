@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,9 +74,11 @@ class Wire:
 
     def _close(self) -> None:
         """Closes all links, and ends this wire's threads."""
-        self._take(self._links.end, self._session.problem)
-        self._monitor.stop()
-        self._wakeups.put(None)
+        try:
+            self._take(self._links.end, self._session.problem)
+        finally:
+            self._monitor.stop()
+            self._wakeups.put(None)
 
     # ---- what is to be done
 
@@ -103,39 +106,65 @@ class Wire:
             else:
                 if dropped:
                     self._give_up(dropped)
+                    dropped = None  # it may hold large values until the next one
 
     def _do(self, batch: Batch) -> None:
-        """Does what a batch says: without waiting, except that `Flush` may wait for the peer to read."""
-        for effect in batch.effects:
-            match effect:
-                case effects.Connect(peer, epoch, attempt):
-                    work = threading.Thread(target=self._connect, args=(peer, epoch, attempt), name=f"wire to {peer}")
-                    work.daemon = True
+        """Does what a batch says: without waiting, except that `Flush` may wait for the peer to read. An effect that
+        fails skips no other."""
+        todo = deque(batch.effects)
+        while todo:
+            effect = todo.popleft()
+            try:
+                if isinstance(effect, effects.Flush):
+                    todo.extendleft(reversed(self._flush(effect)))
+                else:
+                    self._perform(effect)
+            except Exception:
+                telemetry.log().exception("the wire cannot do what follows from an event", effect=type(effect).__name__)
+
+    def _flush(self, flush: effects.Flush) -> tuple[effects.Effect, ...]:
+        """Sends what waited for a link. Returns what follows."""
+        for call in flush.calls:
+            if call.live:
+                try:
+                    self._write(flush.link, call, call.content)
+                except Exception as error:  # perhaps a part of it was sent
+                    flush.link.close(f"{call.method} cannot be sent: {type(error).__name__}: {error}")
+        with self._lock:
+            return self._timed(self._links.flushed(flush.link, time.monotonic())).effects
+
+    def _perform(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Connect(peer, epoch, attempt):
+                work = threading.Thread(target=self._connect, args=(peer, epoch, attempt), name=f"wire to {peer}")
+                work.daemon = True
+                try:
                     work.start()
-                case effects.Flush(link, calls):
-                    for call in calls:
-                        if call.live:
-                            self._write(link, call, call.content)
-                    self._take(self._links.flushed, link, time.monotonic())
-                case effects.Send(call):
-                    call.room.set()
-                case effects.Fail(call, error):
-                    self._end(call, None, error)
-                case effects.Cancel(call):
-                    if call.written:  # otherwise who writes it finds out
-                        self._cancel(call)
-                case effects.Close(link, problem):
-                    link.close(problem)
-                case effects.Examine(peer, calls):
-                    apart.run(self._examine, peer, calls)
-                case effects.Explain():
-                    apart.run(self._explain, effect)
-                case effects.Tell(peer, listeners):
-                    for listener in listeners:
-                        apart.run(listener, peer)
-                case effects.ReportLost(peer, epoch, problem):
-                    if not self._session.ended:
-                        apart.run(self._lost, peer, epoch, lost_error(peer, problem))
+                except RuntimeError as error:  # there are too many threads
+                    lost = PeerLostError(f"{peer} cannot be connected to: {error}")
+                    self._take(self._links.not_connected, peer, attempt, lost)
+            case effects.Send(call):
+                call.room.set()
+            case effects.Fail(call, error):
+                self._end(call, None, error)
+            case effects.Cancel(call):
+                if call.written:  # otherwise who writes it finds out
+                    self._cancel(call)
+            case effects.Close(link, problem):
+                link.close(problem)
+            case effects.Examine(peer, calls):
+                apart.run(self._examine, peer, calls)
+            case effects.Explain():
+                apart.run(self._explain, effect)
+            case effects.Tell(peer, listeners):
+                for listener in listeners:
+                    apart.run(listener, peer)
+            case effects.ReportLost(peer, epoch, problem):
+                apart.run(self._report_lost, peer, epoch, problem)
+
+    def _report_lost(self, peer: str, epoch: int, problem: str) -> None:
+        if not self._session.ended:
+            self._lost(peer, epoch, lost_error(peer, problem))
 
     # ---- links
 
@@ -276,8 +305,9 @@ class Wire:
                     self._links.expect(call, time.monotonic())
                     self._timed(self._links.batch())
                 frame = items.get()  # bounded by the deadline, if there is one, and by the peer
-                with self._lock:
-                    self._links.item(call)
+                if isinstance(frame, Frame):
+                    with self._lock:
+                        self._links.item(call)
             if frame is None:
                 return
             if isinstance(frame, Exception):
@@ -426,7 +456,8 @@ class Wire:
                 self.dispatcher.confirm(link, frame.call)
             case Kind.ITEM:
                 self._received(link, frame)
-            case Kind.ANSWER if not frame.buffers and _CLASS not in frame.body:
+            # a large body is a memoryview, which cannot be searched for bytes
+            case Kind.ANSWER if not frame.buffers and isinstance(frame.body, bytes) and _CLASS not in frame.body:
                 self._received(link, frame)
             case _:
                 return False

@@ -336,7 +336,7 @@ class Dispatcher:
             call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
         if call.cancelled:
             call.coroutine.cancel()
-        self._answer_later(call, call.coroutine, NOOP, waits=False)
+        self._answer_later(call, call.coroutine, NOOP)
 
     def _hand_over(self, call: Call, handover: Handover[Any]) -> None:
         place = call.link, call.number
@@ -349,13 +349,14 @@ class Dispatcher:
         if is_over:
             apart.run(handover.undo)
 
-    @staticmethod
-    def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             try:
                 loop.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of one task, which asyncio raises here too: its call has it
                 continue
+            if not self._closed:
+                continue  # a coroutine has called stop()
             loop.run_until_complete(_cancel_others())
             loop.close()
             return
@@ -368,9 +369,10 @@ class Dispatcher:
             if self._loop:
                 self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _answer_later(
-        self, call: Call, future: concurrent.futures.Future[Any], span: Span | NoopSpan, waits: bool = True
-    ) -> None:
+    def _answer_later(self, call: Call, future: concurrent.futures.Future[Any], span: Span | NoopSpan) -> None:
+        """Answers a call with the result of `future`, which is encoded by the thread that sets it: the user's code may
+        change the value afterwards."""
+
         def done(_: concurrent.futures.Future[Any]) -> None:
             if future.cancelled():
                 span.end()
@@ -379,11 +381,9 @@ class Dispatcher:
             error = future.exception()
             span.end(error)
             if error is not None:
-                apart.run(lambda: self._end(call, self._failure(error), waits))
-            elif type(value := future.result()) in PLAIN:
-                self._answer(call, value, waits=False)
+                self._end(call, self._failure(error), waits=False)
             else:
-                apart.run(self._answer, call, value, waits)
+                self._answer(call, future.result(), waits=False)
 
         future.add_done_callback(done)
 

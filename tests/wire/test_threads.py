@@ -85,8 +85,8 @@ class Blocking:
         return threading.get_ident(), Where()
 
     @remote
-    def large(self) -> tuple[bytes, Blocks]:
-        return b"x" * 2**20, Blocks(pickling=False)
+    def large(self) -> tuple[str, Blocks]:
+        return "x" * 2**20, Blocks(pickling=False)
 
     @remote(stream=True)
     def items(self) -> Iterator[Blocks]:

@@ -228,6 +228,8 @@ class Supervisor(Process):
     def _not_forked(self, worker: Worker) -> None:
         worker.dead = True
         self.rank.processes.remove(worker)
+        if self.workers.lives[worker.number].is_killed:  # as soon as it exists
+            worker.ordered = worker.ordered or {"stopped"}
         self._end(worker, lambda: self.workers.not_forked(worker.number, "cannot fork", self.now, killed=True))
 
     def _end(self, worker: Worker, end: Callable[[], workers.Batch]) -> None:

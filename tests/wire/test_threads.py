@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import socket
 import threading
@@ -11,6 +12,9 @@ import pytest
 
 from rolecall import remote
 from rolecall.errors import CallTimeoutError, PeerLostError
+from rolecall.links import effects
+from rolecall.links.effects import Batch
+from rolecall.links.links import Links, Peer
 from rolecall.wire.codec import encode
 from rolecall.wire.dispatch import Handover
 from rolecall.wire.frames import FrameReader, FrameWriter, Kind
@@ -38,6 +42,13 @@ class Blocks:
         return (bool, ()) if self.pickling else (wait, ())
 
 
+class Where:
+    """Is read as the thread that has pickled it."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return int, (threading.get_ident(),)
+
+
 class Blocking:
     """What `b` serves."""
 
@@ -55,13 +66,27 @@ class Blocking:
 
     @remote
     async def hang(self) -> None:
-        import asyncio
-
         await asyncio.sleep(DEADLINE)
 
     @remote
     async def quick(self) -> int:
         return 1
+
+    @remote
+    def at_once(self) -> int:
+        return 1
+
+    @remote
+    async def stop(self) -> None:
+        asyncio.get_running_loop().stop()
+
+    @remote
+    async def where(self) -> tuple[int, Where]:
+        return threading.get_ident(), Where()
+
+    @remote
+    def large(self) -> tuple[str, Blocks]:
+        return "x" * 2**20, Blocks(pickling=False)
 
     @remote(stream=True)
     def items(self) -> Iterator[Blocks]:
@@ -109,11 +134,11 @@ def test_a_callback_holds_up_no_end_of_a_session(wires: Wires) -> None:
     assert is_prompt(wires.wires["a"]._session.end)
 
 
-@pytest.mark.parametrize("method", ["read", "write"])
+@pytest.mark.parametrize("method", ["read", "write", "large"])
 def test_an_answer_holds_up_no_other(wires: Wires, method: str) -> None:
     """However long its value takes to be pickled, or to be read."""
     slow = wires.call("a", "b", method)
-    assert wires.call("a", "b", "quick").result(SOON) == 1
+    assert wires.call("a", "b", "at_once").result(SOON) == 1
     assert not slow.done()
     GO.set()
     slow.result(DEADLINE)
@@ -139,3 +164,43 @@ def test_an_undo_holds_up_no_link(wires: Wires) -> None:
         writer.send(Kind.CANCEL, 1, encode(None))
         writer.send(Kind.REQUEST, 2, encode(tuple(Request("quick", (), {}, 0.0))))
         assert reader.next().call == 2
+
+
+def test_an_async_answer_is_pickled_where_no_other_coroutine_changes_it(wires: Wires) -> None:
+    ran, pickled = wires.call("a", "b", "where").result(SOON)
+    assert ran == pickled
+
+
+def test_a_coroutine_that_stops_its_loop_ends_no_other(wires: Wires) -> None:
+    for _ in range(2):
+        wires.call("a", "b", "stop").result(SOON)
+    assert wires.call("a", "b", "quick").result(SOON) == 1
+
+
+class Busy(Links):
+    """More has come each time that what waited is sent."""
+
+    rounds = 3000
+
+    def _flush(self, peer: Peer, now: float) -> None:
+        self.rounds -= 1
+        if self.rounds > 0:
+            self.effects.append(effects.Flush(peer.link, ()))
+        else:
+            super()._flush(peer, now)
+
+
+def test_a_busy_start_connects(wires: Wires) -> None:
+    wires.wires["a"]._links = Busy()
+    assert wires.call("a", "b", "at_once").result(SOON) == 1
+
+
+def test_an_effect_that_fails_skips_no_other(wires: Wires) -> None:
+    class Broken:
+        def close(self, problem: str) -> None:
+            raise OSError
+
+    wire, call = wires.wires["a"], wires.call("a", "b", "hang")
+    fail = next(iter(wire._links.calls.values()))
+    wire._do(Batch((effects.Close(Broken(), ""), effects.Fail(fail, PeerLostError("b is lost"))), 0.0))
+    assert isinstance(call.exception(SOON), PeerLostError)

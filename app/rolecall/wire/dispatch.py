@@ -356,7 +356,7 @@ class Dispatcher:
             except (SystemExit, KeyboardInterrupt):  # of one task, which asyncio raises here too: its call has it
                 continue
             if not self._closed:
-                continue  # a task has stopped the loop, which others need
+                continue  # a coroutine has called stop()
             loop.run_until_complete(_cancel_others())
             loop.close()
             return
@@ -370,6 +370,9 @@ class Dispatcher:
                 self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _answer_later(self, call: Call, future: concurrent.futures.Future[Any], span: Span | NoopSpan) -> None:
+        """Answers a call with the result of `future`, which is encoded by the thread that sets it: the user's code may
+        change the value afterwards."""
+
         def done(_: concurrent.futures.Future[Any]) -> None:
             if future.cancelled():
                 span.end()
@@ -378,11 +381,9 @@ class Dispatcher:
             error = future.exception()
             span.end(error)
             if error is not None:
-                apart.run(lambda: self._end(call, self._failure(error), waits=False))
-            elif type(value := future.result()) in PLAIN:
-                self._answer(call, value, waits=False)
+                self._end(call, self._failure(error), waits=False)
             else:
-                apart.run(lambda: self._answer(call, value, waits=False))
+                self._answer(call, future.result(), waits=False)
 
         future.add_done_callback(done)
 

@@ -41,7 +41,7 @@ ROOMS = {
     "rolecall/wire": 2780,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 51760, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
+TOTALS = {"tests": 51830, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
 
 
 def lines(path: Path) -> int:

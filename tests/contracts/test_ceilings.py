@@ -24,7 +24,7 @@ ROOMS = {
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
     "rolecall/launch": 2410,
-    "rolecall/life": 1090,  # what rank decided before, and its table of states
+    "rolecall/life": 1080,  # what rank decided before, and its table of states
     "rolecall/links": 710,
     "rolecall/messages": 560,  # the declarations and codecs of six rooms
     "rolecall/observe": 650,
@@ -33,15 +33,15 @@ ROOMS = {
     "rolecall/observe/sinks": 690,
     "rolecall/observe/stacks": 630,
     "rolecall/observe/trace": 810,
-    "rolecall/rank": 4620,
+    "rolecall/rank": 4670,  # effects that raise, pauses, and ends that are noticed before an order
     "rolecall/record": 1380,
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2030,
     "rolecall/weights": 950,
-    "rolecall/wire": 2750,
+    "rolecall/wire": 2780,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 51700, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
+TOTALS = {"tests": 51760, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
 
 
 def lines(path: Path) -> int:

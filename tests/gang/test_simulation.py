@@ -69,7 +69,7 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
 
 
 MUTANTS = mutants.read()
-SAMPLE = [*MUTANTS][:: len(MUTANTS) // 12 + 1]  # `make simulate` tries them all
+SAMPLE = [name for name in MUTANTS if MUTANTS[name].found_by][:: len(MUTANTS) // 12 + 1]  # of `make simulate`'s
 
 
 def test_the_mutants_are_in_the_cores() -> None:
@@ -90,11 +90,11 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], str, int]] = {
         {"coordinator_lock": False},
         # members are split between two
         r"another coordinator runs one|begins after generation|is written after|not training|could go on",
-        113,
+        44,
     ),
     "one writer a directory": ({"writer_lock": False}, r"writes, and another one is the writer", 757),
-    "a writer looks at the newest number": ({"write_fence": False}, r"writes, and generation \d+ had begun", 1239),
-    "a connection names the generation": ({"hello": False}, r"workers of generations \d+ and \d+ meet", 144),
+    "a writer looks at the newest number": ({"write_fence": False}, r"writes, and generation \d+ had begun", 263),
+    "a connection names the generation": ({"hello": False}, r"workers of generations \d+ and \d+ meet", 6149),
     "who waits for the writer's lock in vain has done no wrong": (
         {"locked_out": "refused"},
         r"failed after 1 failures",

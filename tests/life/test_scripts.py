@@ -8,9 +8,10 @@ it has changed. `pytest tests/life --rewrite` writes the output instead of check
     check ROLE | detach PROBLEM | close
     forked 1 | not-forked 1 killed PROBLEM
     says 1 NAME name=value ...          the worker 1 sends a message
+    exiting 1                           its process is over
     exits 1 CODE killer=... step=7      its process exits; CODE is a number, or `?`
     traces 1                            the worker 1 records a trace
-    kill 1 OUTCOME over | fail 1 PROBLEM | dumped 1 | handed-over
+    kill 1 OUTCOME | fail 1 PROBLEM | dumped 1 | handed-over
     wait 2s | sleep 100s                time passes; this process is suspended
     heard 1                             when it last sent something?
 
@@ -119,8 +120,8 @@ class World:
         if numbers != self.numbers:
             self.numbers = numbers
             lines.append(f"-> {numbers}{', at once' * batch.changed}")
-        if batch.deadline < math.inf:
-            lines.append(f"until {batch.deadline:g} s")
+        if self.workers.deadline < math.inf:
+            lines.append(f"until {self.workers.deadline:g} s")
         return lines + ["done"] * batch.done
 
     def _rank(self, role: str, *words: str) -> None:
@@ -161,8 +162,11 @@ class World:
         ending = Exit(None if code == "?" else int(code), **options([*words]))
         return self.workers.exited(int(number), ending, self.now)
 
-    def _kill(self, number: str, outcome: Any, over: str = "") -> Batch:
-        return self.workers.kill(int(number), outcome, self.now, over=bool(over))
+    def _exiting(self, number: str) -> None:
+        self.workers.exiting(int(number))
+
+    def _kill(self, number: str, outcome: Any) -> Batch:
+        return self.workers.kill(int(number), outcome, self.now)
 
     def _fail(self, number: str, *problem: str) -> Batch:
         return self.workers.fail(int(number), " ".join(problem), self.now)

@@ -124,7 +124,7 @@ def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
     task = Task("rl", Settings(checkpoint_dir=tmp_path), "agent", 0, attachment=Attachment(1, AGENT, (AGENT,)))
     with ours, theirs:
         pipe = WorkerEnd(theirs, task, None)
-        checkpoints = worker._checkpoints(task, pipe)
+        checkpoints = worker._checkpoints(worker.Host(task), pipe)
         pipe.record(done := Point("done", 3, 3.0, 1.0))
         checkpoints.write(3, {}, {})
         assert ours.poll()

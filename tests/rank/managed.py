@@ -133,14 +133,17 @@ class Handle:
         return self.core.worker
 
     def kill(self, outcome: Any) -> None:
-        self._perform(self.core.kill(self.process.number, outcome, 0, over=self.process.over))
+        if self.process.over:
+            self.core.exiting(self.process.number)
+        self._perform(self.core.kill(self.process.number, outcome, 0))
 
     def _perform(self, batch: Batch) -> None:
         for effect in batch.effects:
             match effect:
                 case Make(number):
                     self.process = WorkerProcess(number, self._task, self.core, self._perform)
+                    self.process.fork(self._limit)
                 case Do(_, order):
-                    self.process.do(order, self._limit)
+                    self.process.do(order)
         if not self.life.alive:
             self.ended.set()

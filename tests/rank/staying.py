@@ -11,9 +11,14 @@ from rolecall import Context, Job, Role, remote
 
 class Lead:
     def __init__(self, context: Context[Any]) -> None:
-        self.context = context
+        self.context, self.introduced = context, False
+
+    def attached(self, context: Context[Any]) -> None:
+        threading.Event().wait(0.5)  # much longer than it takes to call `run`
+        self.introduced = True
 
     def run(self) -> dict[str, Any]:
+        assert self.introduced
         (seen,) = self.context.call_all(Player.see, self.context.generation)
         if self.context.generation == 1:
             threading.Event().wait()

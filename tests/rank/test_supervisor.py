@@ -61,14 +61,14 @@ def test_worker_leaves_its_generation_if_rank0_is_silent(
             hear(supervisor, SILENT)
             running.add(asyncio.create_task(supervisor._time_loop()))
             await until(supervisor, left.state)
-            return supervisor.workers.status()
+            return supervisor.workers.core.status()
         finally:
             await tasks.cancel(running)
             await supervisor.workers.close()
 
     async def until(supervisor: Supervisor, state: str) -> None:
         async with asyncio.timeout(DEADLINE):
-            while supervisor.workers.status().state != state:  # noqa: ASYNC110
+            while supervisor.workers.core.status().state != state:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     assert asyncio.run(play()) == left

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from rolecall.declare.task import Task
 from rolecall.errors import UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive, Join, WorkerStatus
-from rolecall.rank import worker, worker_process
+from rolecall.rank import fork_server, worker, worker_process
 from rolecall.rank.worker_process import WorkerProcess
 from tests.rank.managed import JOB, Rank, obeys
 
@@ -52,15 +54,15 @@ def test_one_process_is_a_part_of_one_generation_after_another(play: Any) -> Non
         await rank.act("attach", 1, join=2)
         await rank.state("running")
         await rank.act("detach", 2)
-        assert rank.workers.status() == WorkerStatus(1, "ready", "stopped", join=2)
+        assert rank.workers.core.status() == WorkerStatus(1, "ready", "stopped", join=2)
         await rank.act("attach", 2)
         await rank.state("running")
-        assert (rank.worker.pid, rank.workers.status()) == (pid, WorkerStatus(2, "running"))
+        assert (rank.worker.pid, rank.workers.core.status()) == (pid, WorkerStatus(2, "running"))
         assert rank.count("worker_attach_seconds_count") == 2
         os.kill(pid, signal.SIGSTOP)  # it does not leave, and is killed
         rank.workers.detach(0.2, "rank 0 does not answer")
         await rank.state("ended")
-        assert rank.workers.status() == WorkerStatus(2, "ended", "stopped")
+        assert rank.workers.core.status() == WorkerStatus(2, "ended", "stopped")
 
     play(steps)
 
@@ -90,6 +92,43 @@ def test_a_spare_takes_over_and_another_is_loaded(play: Any, tmp_path: Path, log
     assert [event["event"] for event in logged if event["log_level"] == "warning"] == ["worker ended"]
 
 
+def test_a_spare_that_cannot_be_made_is_put_off(
+    play: Any, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]
+) -> None:
+    pipe, calls = fork_server.context.Pipe, itertools.count()
+
+    def make_pipe() -> Any:
+        if next(calls) == 1:
+            raise OSError("too many open files")
+        return pipe()
+
+    monkeypatch.setattr(fork_server.context, "Pipe", make_pipe)
+
+    async def steps(rank: Rank) -> None:
+        await rank.act("start", 1)
+        await rank.until(lambda: rank.count("spare_workers") == 1)
+        await rank.act("detach", 2)  # the others are not affected
+        assert rank.workers.core.status().state == "ready"
+
+    play(steps, spares=1, rejoin_interval=0.1)
+    assert [event["cause"] for event in logged if event["event"] == "spare worker ended"] == ["too many open files"]
+
+
+def test_a_pause_counts_for_no_deadline(play: Any) -> None:
+    """Whatever the supervisor does first after it."""
+
+    async def steps(rank: Rank) -> None:
+        await rank.act("start", 1)
+        await rank.state("running")
+        rank.workers.detach(1.0, "rank 0 does not answer")
+        time.sleep(2)  # noqa: ASYNC251
+        rank.workers.detach(60, "rank 0 does not answer")
+        assert rank.workers.core.deadline > time.monotonic()
+        await rank.state("ready")
+
+    play(steps)
+
+
 def test_spares_of_a_role_that_does_not_stay_are_warned_of_once(play: Any, logged: list[EventDict]) -> None:
     async def steps(rank: Rank) -> None:
         rank.workers.job = replace(JOB, roles=tuple(replace(role, stays=False) for role in JOB.roles))
@@ -116,7 +155,7 @@ def test_worker_that_exceeds_its_memory_fails(
         rank.workers.limit_memory()
         if problem:
             await rank.state("ended")
-        status = rank.workers.status()
+        status = rank.workers.core.status()
         assert (status.outcome, status.error) == (("failed", f"{problem} of its role") if problem else ("", ""))
 
     play(steps)

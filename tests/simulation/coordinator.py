@@ -35,6 +35,7 @@ class Coordinator:
             budget=budget,
         )
         disk.budget = budget
+        self.found_over = self.gang.state in OVER
         simulation.leads = [lead for lead in simulation.leads if not lead.owner.dead] + [self]
         self.phase = ""
         self.posts: dict[int, Post] = {}  # those that wait, by number

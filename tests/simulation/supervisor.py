@@ -164,6 +164,7 @@ class Supervisor(Process):
                     self.simulation.all_workers.append(worker)
                     self.rank.processes.append(worker)
                     self.simulation.promises.makes(self, worker)
+                    self._fork(worker)
                 case workers.Do(number, order):
                     self._do(self.processes[number], order)
                 case workers.HandOver():
@@ -180,8 +181,8 @@ class Supervisor(Process):
             self.clock.at(0, self, self._acted)
         if self.processes.keys() != self.workers.lives.keys():
             self.processes = {number: self.processes[number] for number in self.workers.lives}
-        if batch.deadline < self._due:
-            self._due = min(batch.deadline, self.now + TICK_SECONDS)
+        if self.workers.deadline < self._due:
+            self._due = min(self.workers.deadline, self.now + TICK_SECONDS)
             self.at(self._due, self._pass_time, self._due)
 
     def _pass_time(self, due: float) -> None:
@@ -190,16 +191,24 @@ class Supervisor(Process):
         self._due = math.inf
         if self.now - due > TICK_SECONDS:
             self.workers.suspended(self.now - due)
+        self._notice_ends()
         self.perform(self.workers.tick(self.now))
+
+    def _notice_ends(self) -> None:
+        for number, worker in self.processes.items():
+            if worker.dead and self.workers.lives[number].alive:
+                self.workers.exiting(number)
+
+    def _fork(self, worker: Worker) -> None:
+        random = self.clock.random
+        if self.rank.forks_fail_until > self.clock.now:
+            self.clock.at(random.uniform(0.05, 1), self, self._not_forked, worker)
+        else:
+            self.clock.at(random.choice((0.05, 0.1, 1.5)), None, worker.forked)
 
     def _do(self, worker: Worker, order: process.Effect) -> None:
         random = self.clock.random
         match order:
-            case process.Fork():
-                if self.rank.forks_fail_until > self.clock.now:
-                    self.clock.at(random.uniform(0.05, 1), self, self._not_forked, worker)
-                else:
-                    self.clock.at(random.choice((0.05, 0.1, 1.5)), None, worker.forked)
             case process.Send(message):
                 worker.told |= isinstance(message, messages.Drain)
                 if isinstance(message, messages.Detach):
@@ -243,12 +252,14 @@ class Supervisor(Process):
             worker = self.processes[number]
             self.simulation.story.log(f"{self.rank.name} kills a worker: {outcome}")
             worker.ordered.add(outcome)
-            self.perform(self.workers.kill(number, outcome, self.now, over=worker.dead))
+            self._notice_ends()
+            self.perform(self.workers.kill(number, outcome, self.now))
 
     # -- actions
 
     def _act(self, action: Action) -> None:
         self.action = action
+        self._notice_ends()
         self.perform(self.workers.carry_out(action, self.now))
 
     def _acted(self) -> None:

@@ -144,6 +144,11 @@ class WorkerThreads(WorkerProcess):
         self._lock = threading.Lock()  # for that
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()  # of the rank's log
 
+    @property
+    def over(self) -> bool:
+        """Whether it ends already."""
+        return self._code is not None
+
     # ---- what is done to it
 
     async def _fork(self, limit: float) -> None:

@@ -1,4 +1,5 @@
-"""A worker's life. Pure logic, without time, threads or I/O. Each event returns one `Batch` of what is to be done.
+"""A worker's life. Pure logic, without time, threads or I/O. Each event of a rank, and of a worker's own side, returns
+one `Batch` of what is to be done.
 
 | part | what it decides |
 | --- | --- |

@@ -122,11 +122,10 @@ class WorkerParts:
         self._effects.append(Meet(attachment))
         return self._batch()
 
-    def begin(self, attachment: Attachment) -> PartId:
-        """The worker meets the others of the generation that it was started for. Returns its part."""
+    def begin(self, attachment: Attachment) -> None:
+        """The worker is to meet the others of the generation that it was started for."""
         self.part, self.step = PartId(attachment.generation, attachment.me.join), "meeting"
         self._connected = False
-        return self.part
 
     def detach(self) -> Batch:
         """The worker leaves its generation, if it has one."""
@@ -150,8 +149,9 @@ class WorkerParts:
         return self._batch()
 
     def not_met(self, part: PartId, failure: Failure) -> Batch:
-        """They could not meet."""
-        self._fall(part, failure)
+        """They could not meet. Once the part is over, that is nothing new."""
+        over = part != self.part or self.step == "left"
+        self._fall(part, failure, fails=not failure.lost and not over)
         return self._batch()
 
     def provided(self, now: float, *, hook: bool) -> Batch:
@@ -164,18 +164,17 @@ class WorkerParts:
         """`attached` has returned, or raised."""
         self._hooked = None
         if failure:
-            self._fall(part, failure)
+            self._fall(part, failure, fails=not failure.lost)
         elif part == self.part and self.step == "introduced":
             self._serve(part)
         self._introduce(now)
         return self._batch()
 
-    def _fall(self, part: PartId, failure: Failure) -> None:
-        """The part failed. A worker that stays waits for another one, if a peer or the generation was lost with it."""
-        is_over = part != self.part or self.step == "left"
-        if not self.stays or not (failure.lost or is_over):
+    def _fall(self, part: PartId, failure: Failure, *, fails: bool) -> None:
+        """The part failed. A worker that stays waits for another one, unless it `fails`."""
+        if fails or not self.stays:
             self._effects.append(Fail(failure.error))
-        elif not is_over:
+        elif part == self.part:
             self._leave(failure.problem)
 
     def _introduce(self, now: float) -> None:

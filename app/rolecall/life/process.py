@@ -1,13 +1,14 @@
 """One worker process, from its fork to its end, as its supervisor sees it. Pure logic.
 
-The driver calls a method for each event, and does what the returned batch says, in order. It calls `tick` once the
-batch's deadline has passed. Times are monotonic seconds.
+Its rank's `RankWorkers` calls a method for each event, and `tick` once the deadline has passed. What is to be done
+then, it passes to `do`, in order. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rolecall.declare.task import Attachment
@@ -20,11 +21,6 @@ from rolecall.record.pending_calls import Reported
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 MAX_ERROR_CHARS = 4000  # of an error, from its end, that are sent to rank 0
 UNKNOWN_CODE = 255  # the fork server is gone too, and with it the exit code
-
-
-@dataclass(frozen=True)
-class Fork:
-    """Fork the process. `forked` or `not_forked` follows."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +50,7 @@ class Kill:
     """Send the process SIGKILL. `exited` follows."""
 
 
-Effect = Fork | Send | Record | LogStacks | Kill
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What is to be done now, in order, and when `tick` is due. `changed`: the status is another one."""
-
-    effects: tuple[Effect, ...] = ()
-    deadline: float = math.inf
-    changed: bool = False
+Effect = Send | Record | LogStacks | Kill
 
 
 @dataclass(frozen=True)
@@ -82,8 +69,8 @@ class WorkerLife:
     `generation` and `join` are those of its newest part in a generation, or of the one that it loads for.
     """
 
-    def __init__(self, attachment: Attachment | None, *, check: bool, now: float) -> None:
-        self.check = check
+    def __init__(self, attachment: Attachment | None, *, check: bool, now: float, do: Callable[[Effect], None]) -> None:
+        self.check, self._do = check, do
         self.state: WorkerState = "joining" if attachment else "loading"
         self.generation = attachment.generation if attachment else 0
         self.join = attachment.me.join if attachment else 0
@@ -98,14 +85,14 @@ class WorkerLife:
         self.file_work: FileWork | None = None  # so is this
         self.heard_at = now  # when it last sent something
         self.exists = False  # its process has been forked, and has not exited as far as is known
+        self.exiting = False  # its process is over: no order is the reason for its end any more
         self._departure: tuple[Outcome, str] = "", ""  # of a ready worker: why it left its generation, and the error
         self._leave_because = ""  # what it leaves its generation for, while it is leaving
         self._leave_by = math.inf
         self._kill_outcome: Outcome = ""  # of a process that is to be killed
         self._dumping = False  # its stacks, before it is killed
         self.traced = False  # it records a trace
-        self._effects: list[Effect] = []
-        self._changed = False
+        self.changed = False  # its status is another one
 
     @property
     def alive(self) -> bool:
@@ -119,8 +106,8 @@ class WorkerLife:
 
     @property
     def is_killed(self) -> bool:
-        """Whether it is to be killed, or told to exit, and so becomes no part of a generation any more."""
-        return bool(self._kill_outcome)
+        """Whether it ends, or is to be killed or told to exit, and so becomes no part of a generation any more."""
+        return self.exiting or bool(self._kill_outcome)
 
     @property
     def last_heartbeat(self) -> float | None:
@@ -143,11 +130,6 @@ class WorkerLife:
             phase=self.phase if self.alive else "",
         )
 
-    def _batch(self) -> Batch:
-        effects, self._effects = tuple(self._effects), []
-        changed, self._changed = self._changed, False
-        return Batch(effects, self.deadline, changed)
-
     @property
     def deadline(self) -> float:
         """When `tick` is due."""
@@ -155,25 +137,18 @@ class WorkerLife:
 
     # ---- the process
 
-    def fork(self) -> Batch:
-        """It is to be started."""
-        self._effects.append(Fork())
-        return self._batch()
-
-    def forked(self, now: float) -> Batch:
+    def forked(self, now: float) -> None:
         """Its process exists."""
-        self.exists, self.heard_at, self._changed = True, now, True
-        if self._kill_outcome:
-            self._effects.append(Kill())
-        return self._batch()
+        self.exists, self.heard_at, self.changed = True, now, True
+        if self.is_killed:
+            self._do(Kill())
 
-    def not_forked(self, problem: str, *, killed: bool) -> Batch:
+    def not_forked(self, problem: str, *, killed: bool) -> None:
         """There is no process, because of `problem`; `killed`: for a reason that is no fault of what it would run."""
         outcome: Outcome = self._kill_outcome or ("killed" if killed else "failed")
         self._end(outcome, problem)
-        return self._batch()
 
-    def exited(self, exit: Exit) -> Batch:
+    def exited(self, exit: Exit) -> None:
         """Its process has exited, and all that it sent was received."""
         self.exists, code = False, exit.code
         if self.outcome:  # it sent its result
@@ -189,14 +164,13 @@ class WorkerLife:
         else:
             self.step = max(self.step, exit.step)
             self._end("killed", exit.killer)
-        return self._batch()
 
     def _end(self, outcome: Outcome, error: str) -> None:
-        self.outcome, self.error, self.state, self._changed = outcome, error, "ended", True
+        self.outcome, self.error, self.state, self.changed = outcome, error, "ended", True
 
     # ---- what it says
 
-    def received(self, message: messages.FromWorker, now: float) -> Batch:
+    def received(self, message: messages.FromWorker, now: float) -> None:
         """It sent `message`. Messages of a part that it has left, or has not begun, say nothing."""
         self.heard_at = now
         match message:
@@ -210,24 +184,23 @@ class WorkerLife:
                 if self.attached and self._is_part(generation, join):
                     self._left(problem or self._leave_because)
             case messages.DrainRefused(problem):
-                self.drains_failed, self.error, self._changed = self.drains_failed + 1, problem, True
+                self.drains_failed, self.error, self.changed = self.drains_failed + 1, problem, True
                 self._move(self.state == "draining", "running")
             case messages.PeerLost(peer, replace):
                 self.lost_peers += (LostPeer(Join(peer.role, peer.ordinal, peer.join), replace),)
-                self._changed = True
+                self.changed = True
             case messages.Stuck(problem, stacks):
                 self.error = problem
                 self._dump_and_kill("stuck", LogStacks(silent=False, text=stacks))
             case messages.Result(outcome, error, step, summary):
                 self.outcome, self.error, self.step, self.summary = outcome, error, step, summary
-                self._changed = True
-        return self._batch()
+                self.changed = True
 
     def _report(self, report: messages.Report, now: float) -> None:
-        self._effects.append(Record(report.rows))
+        self._do(Record(report.rows))
         if self.phase != report.phase:
-            self.phase_since, self._changed = now, True
-        self._changed |= self.step == 0 and report.step > 0
+            self.phase_since, self.changed = now, True
+        self.changed |= self.step == 0 and report.step > 0
         self.step, self.phase = report.step, report.phase
         self.long_calls, self.file_work = report.long_calls, report.file_work
 
@@ -236,99 +209,95 @@ class WorkerLife:
 
     def _move(self, holds: bool, state: WorkerState) -> None:
         if holds:
-            self.state, self._changed = state, True
+            self.state, self.changed = state, True
 
     def _left(self, problem: str) -> None:
         self.state, self._departure, self._leave_by = "ready", ("lost" if problem else "stopped", problem), math.inf
-        self._changed = True
+        self.changed = True
 
     # ---- orders
 
-    def relabel(self, generation: int, join: int) -> Batch:
+    def relabel(self, generation: int, join: int) -> None:
         """It loads for that part in a generation from now on, or is ready for it."""
         if not self._is_part(generation, join):
-            self.generation, self.join, self._departure, self._changed = generation, join, ("", ""), True
-        return self._batch()
+            self.generation, self.join, self._departure, self.changed = generation, join, ("", ""), True
 
-    def attach(self, attachment: Attachment) -> Batch:
+    def attach(self, attachment: Attachment) -> None:
         """It becomes a part of a generation."""
         if self.alive:
             self.generation, self.join, self.state = attachment.generation, attachment.me.join, "joining"
-            self.outcome, self.error, self.step, self.summary = "", "", 0, {}
             self.drains_failed, self.lost_peers = 0, ()
             self._departure, self._leave_because, self._leave_by = ("", ""), "", math.inf
-            self._effects.append(Send(messages.Attach(attachment)))
-            self._changed = True
-        return self._batch()
+            if not self.outcome:  # otherwise it has sent its result, and exits: it ends as this part
+                self.error, self.step, self.summary = "", 0, {}
+                self._do(Send(messages.Attach(attachment)))
+            self.changed = True
 
-    def update(self, attachment: Attachment, *, drain: bool) -> Batch:
+    def update(self, attachment: Attachment, *, drain: bool) -> None:
         """Others have joined its generation or were lost; `drain`: it is to write the last checkpoint."""
         if self.attached:
-            self._effects.append(Send(messages.Update(attachment)))
+            self._do(Send(messages.Update(attachment)))
             if drain:
-                self._effects.append(Send(messages.Drain()))
+                self._do(Send(messages.Drain()))
                 self._move(self.state == "running", "draining")
-        return self._batch()
 
-    def detach(self, by: float, problem: str = "") -> Batch:
+    def detach(self, by: float, problem: str = "") -> None:
         """It leaves its generation, perhaps because of `problem`; it is killed if it has not by then."""
         if self.attached and self.state != "leaving":
             self._leave_because, self._leave_by = problem, by
             self._move(True, "leaving")
-            self._effects.append(Send(messages.Detach()))
+            self._do(Send(messages.Detach()))
         elif self.attached:
             self._leave_by = min(self._leave_by, by)
-        return self._batch()
 
-    def end(self, by: float, now: float) -> Batch:
+    def end(self, by: float, now: float) -> None:
         """It writes what it has recorded, and exits; it is killed if it has not by then."""
-        self._kill_outcome = self._kill_outcome or "stopped"
+        self._give_outcome("stopped")
         if by <= now:
             self._kill()
         else:
             self._leave_by = by
-            self._effects.append(Send(messages.End()))
-        return self._batch()
+            self._do(Send(messages.End()))
 
-    def kill(self, outcome: Outcome, *, over: bool = False) -> Batch:
-        """It is killed, and ends with `outcome`, unless it has sent a result, or was `over` before; a silent one once
-        its stacks are logged."""
-        if outcome == "silent" and self.exists and not over:
+    def kill(self, outcome: Outcome) -> None:
+        """It is killed, and ends with `outcome`, unless it has sent a result, or its process was over before; a silent
+        one once its stacks are logged."""
+        if outcome == "silent" and self.exists and not self.exiting:
             self._dump_and_kill(outcome, LogStacks(silent=True))
         elif self.alive:
-            if not over:
-                self._kill_outcome = self._kill_outcome or outcome
+            self._give_outcome(outcome)
             self._kill()
-        return self._batch()
 
-    def fail(self, problem: str, *, outcome: Outcome = "failed", over: bool = False) -> Batch:
+    def fail(self, problem: str, *, outcome: Outcome = "failed") -> None:
         """It is killed because of `problem`, a failure of its own."""
         self.error = problem
-        return self.kill(outcome, over=over)
+        self.kill(outcome)
+
+    def _give_outcome(self, outcome: Outcome) -> None:
+        if not self.exiting:
+            self._kill_outcome = self._kill_outcome or outcome
 
     def _dump_and_kill(self, outcome: Outcome, effect: LogStacks) -> None:
         self._kill_outcome = self._kill_outcome or outcome
         if not self._dumping:
-            self._dumping = self._changed = True
-            self._effects.append(effect)
+            self._dumping = self.changed = True
+            self._do(effect)
 
-    def dumped(self) -> Batch:
+    def dumped(self) -> None:
         """Its stacks are logged."""
         self._kill()
-        return self._batch()
 
     def _kill(self) -> None:
         self._leave_by = math.inf
         if self.exists:  # otherwise once it does
-            self._effects.append(Kill())
+            self._do(Kill())
 
     def suspended(self, seconds: float) -> None:
         """The supervisor, and perhaps the worker, did not run for so long: that does not count."""
         self._leave_by += seconds
 
-    def tick(self, now: float) -> Batch:
+    def tick(self, now: float) -> None:
         """Moves on to `now`."""
         if self.alive and now >= self._leave_by:
-            self._kill_outcome = self._kill_outcome or "stopped"
+            self._give_outcome("stopped")
             self._kill()
-        return self._batch()

@@ -2,7 +2,7 @@
 settings before. Pure logic.
 
 The driver knows each worker by its number. It calls a method for each event, does what the returned batch says, in
-order, and calls `tick` once the batch's deadline has passed. Times are monotonic seconds.
+order, and calls `tick` once its deadline has passed. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import UsageError
@@ -45,7 +46,8 @@ class SpareRules:
 
 @dataclass(frozen=True)
 class Make:
-    """There is a worker `number`, for `place`: of an attachment, or to load; or a check of the settings."""
+    """There is a worker `number`, for `place`: of an attachment, or to load; or a check of the settings. Fork it:
+    `forked` or `not_forked` follows."""
 
     number: int
     place: Key
@@ -134,11 +136,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Batch:
-    """What is to be done now, in order, and when `tick` is due. `changed`: the status is another one. `done`: the
-    action, or the check, that was under way is carried out."""
+    """What is to be done now, in order. `changed`: the status is another one. `done`: the action, or the check, that
+    was under way is carried out."""
 
     effects: tuple[Effect, ...] = ()
-    deadline: float = math.inf
     changed: bool = False
     done: bool = False
 
@@ -163,7 +164,7 @@ class RankWorkers:
         self._spare_failures, self._spare_at = 0, -math.inf  # in a row; when the next one may load
         self._closed = False
         self._action: Action | None = None  # being carried out
-        self._handing = self._handed_over = False
+        self._handing: Literal["", "under way", "over"] = ""  # of what was traced
         self._checked = {role}  # roles whose settings were checked since the gang assigned them
         self._check: Check | None = None  # under way
         self._attached_at: float | None = None
@@ -191,15 +192,14 @@ class RankWorkers:
 
     # ---- batches
 
-    def _do(self, number: int, batch: process.Batch) -> None:
-        self._effects += [Do(number, effect) for effect in batch.effects]
-        self._changed |= batch.changed and number == self.current
-
     def _batch(self, now: float) -> Batch:
         self._advance(now)
         effects, self._effects = tuple(self._effects), []
         changed, done, self._changed, self._done = self._changed, self._done, False, False
-        return Batch(effects, self.deadline, changed, done)
+        changed |= self.worker is not None and self.worker.changed
+        for life in self.lives.values():
+            life.changed = False
+        return Batch(effects, changed, done)
 
     @property
     def deadline(self) -> float:
@@ -216,7 +216,8 @@ class RankWorkers:
 
     def carry_out(self, action: Action, now: float) -> Batch:
         """Begins to carry out `action`; a batch says when that is done."""
-        self._action, self._handing, self._handed_over = action, False, False
+        action = self._possible(action)
+        self._action, self._handing = action, ""
         directive = action.directive
         if self._unlogged is not None and directive.kind != "finished":  # a peer may have ended with the job
             self._effects.append(LogEnd(self._unlogged))
@@ -236,11 +237,21 @@ class RankWorkers:
                 self._update(directive)
         return self._batch(now)
 
+    def _possible(self, action: Action) -> Action:
+        """What takes the place of `action`, if the worker that it was meant for has ended meanwhile."""
+        worker, directive = self.worker, action.directive
+        if worker is None or worker.alive:
+            return action
+        is_other = (worker.generation, worker.join) != (directive.generation, directive.join)
+        if action.kind == "update" and directive.kind == "load" and is_other:
+            return replace(action, kind="load")
+        return replace(action, kind="start") if action.kind == "attach" else action
+
     def _end_current(self, now: float) -> None:
         worker = self.worker
-        if worker and worker.alive and self.current is not None:
-            flushes = worker.traced and worker.state in ("ready", "running", "draining")
-            self._do(self.current, worker.end(now + (TRACE_FLUSH_SECONDS if flushes else 0.0), now))
+        if worker and worker.alive:
+            flushes = worker.traced and worker.state in ("ready", "running", "draining", "leaving")
+            worker.end(now + (TRACE_FLUSH_SECONDS if flushes else 0.0), now)
 
     def _start(self, directive: Directive, attachment: Attachment | None, now: float) -> None:
         """Starts a worker, or lets a spare take its place."""
@@ -259,14 +270,16 @@ class RankWorkers:
             if attachment:
                 self._attach(spare, attachment, now)
         if attachment is None:
-            self._do(self.current, self.lives[self.current].relabel(directive.generation, directive.join))
+            self.lives[self.current].relabel(directive.generation, directive.join)
         self._changed = True
 
     def _make(self, place: Key, attachment: Attachment | None, now: float, *, check: bool = False) -> int:
         self._count += 1
-        number, self.lives[self._count] = self._count, WorkerLife(attachment, check=check, now=now)
+        number = self._count
+        self.lives[number] = WorkerLife(
+            attachment, check=check, now=now, do=lambda effect: self._effects.append(Do(number, effect))
+        )
         self._effects.append(Make(number, place, attachment, check))
-        self._do(number, self.lives[number].fork())
         return number
 
     def _drop(self, number: int | None) -> None:
@@ -276,20 +289,20 @@ class RankWorkers:
 
     def _attach(self, number: int, attachment: Attachment, now: float) -> None:
         self._attached_at = now
-        self._do(number, self.lives[number].attach(attachment))
+        self.lives[number].attach(attachment)
 
     def _detach(self, by: float, problem: str = "") -> None:
-        if self.worker and self.current is not None:
-            self._do(self.current, self.worker.detach(by, problem))
+        if self.worker:
+            self.worker.detach(by, problem)
 
     def _update(self, directive: Directive) -> None:
-        worker, current = self.worker, self.current
-        if worker is None or current is None:
+        worker = self.worker
+        if worker is None:
             return
         if directive.kind == "run" and worker.attached:
-            self._do(current, worker.update(attachment_of(directive), drain=directive.drain))
+            worker.update(attachment_of(directive), drain=directive.drain)
         elif directive.kind == "load" and worker.alive:
-            self._do(current, worker.relabel(directive.generation, directive.join))
+            worker.relabel(directive.generation, directive.join)
 
     def check(self, role: str, now: float) -> Batch:
         """Checks the settings for a rank with `role`; without one, only what every role needs. `Refuse` follows if it
@@ -299,6 +312,7 @@ class RankWorkers:
 
     def _begin_check(self, role: str, now: float) -> None:
         self._check = Check(role, began=now, log_at=now + LOG_REPEAT_SECONDS)
+        self._drop(self.current)
         self.current, self._changed = self._make((role, 0), None, now, check=True), True
 
     def detach(self, by: float, problem: str, now: float) -> Batch:
@@ -306,17 +320,17 @@ class RankWorkers:
         self._detach(by, problem)
         return self._batch(now)
 
-    def kill(self, number: int, outcome: Outcome, now: float, *, over: bool = False) -> Batch:
-        """Kills a worker, which then ends with `outcome` unless it was `over` before. A check needs no fencing."""
+    def kill(self, number: int, outcome: Outcome, now: float) -> Batch:
+        """Kills a worker, which then ends with `outcome` unless it was over before. A check needs no fencing."""
         life = self.lives[number]
         if life.alive and not (life.check and outcome == "stopped"):
-            self._do(number, life.kill(outcome, over=over))
+            life.kill(outcome)
         return self._batch(now)
 
-    def fail(self, number: int, problem: str, now: float, *, outcome: Outcome = "failed", over: bool = False) -> Batch:
+    def fail(self, number: int, problem: str, now: float, *, outcome: Outcome = "failed") -> Batch:
         """Kills a worker because of `problem`, a failure of its own."""
         if (life := self.lives[number]).alive:
-            self._do(number, life.fail(problem, outcome=outcome, over=over))
+            life.fail(problem, outcome=outcome)
         return self._batch(now)
 
     def close(self, now: float) -> Batch:
@@ -328,24 +342,28 @@ class RankWorkers:
 
     def _close_spares(self) -> None:
         for number in self.spares:
-            self._do(number, self.lives[number].kill("stopped"))
+            self.lives[number].kill("stopped")
 
     # ---- events
 
     def forked(self, number: int, now: float) -> Batch:
         """The process of a worker exists."""
-        self._do(number, self.lives[number].forked(now))
+        self.lives[number].forked(now)
         return self._batch(now)
 
     def not_forked(self, number: int, problem: str, now: float, *, killed: bool) -> Batch:
         """A worker has no process; see `WorkerLife.not_forked`."""
-        self._do(number, self.lives[number].not_forked(problem, killed=killed))
+        self.lives[number].not_forked(problem, killed=killed)
         self._ended(number, now)
         return self._batch(now)
 
+    def exiting(self, number: int) -> None:
+        """The process of a worker is over; `exited` follows. What is ordered from now on is not the reason."""
+        self.lives[number].exiting = True
+
     def exited(self, number: int, exit: Exit, now: float) -> Batch:
         """The process of a worker has exited."""
-        self._do(number, self.lives[number].exited(exit))
+        self.lives[number].exited(exit)
         self._ended(number, now)
         return self._batch(now)
 
@@ -353,9 +371,9 @@ class RankWorkers:
         """A worker sent `message`."""
         life = self.lives[number]
         before = life.state
-        self._do(number, life.received(message, now))
+        life.received(message, now)
         if number != self.current:
-            if life.state == "ready":
+            if before == "loading" and life.state == "ready":
                 self._spare_failures = 0
         elif life.state == "running" and before == "joining" and self._attached_at is not None:
             self._effects.append(Joined(now - self._attached_at))
@@ -367,12 +385,12 @@ class RankWorkers:
     def dumped(self, number: int, now: float) -> Batch:
         """The stacks of a worker that is to be killed are logged. It may have ended meanwhile."""
         if number in self.lives:
-            self._do(number, self.lives[number].dumped())
+            self.lives[number].dumped()
         return self._batch(now)
 
     def handed_over(self, now: float) -> Batch:
         """Rank 0 has collected what was traced, or did not in time."""
-        self._handed_over = True
+        self._handing = "over"
         return self._batch(now)
 
     def suspended(self, seconds: float) -> None:
@@ -385,13 +403,13 @@ class RankWorkers:
 
     def tick(self, now: float) -> Batch:
         """Moves on to `now`."""
-        for number, life in [*self.lives.items()]:
-            self._do(number, life.tick(now))
+        for life in self.lives.values():
+            life.tick(now)
         if self._check and self.current is not None:
             taken = now - self._check.began
             if taken >= self.times.phase_timeout:
                 self._check = replace(self._check, tries=0, log_at=math.inf)
-                self._do(self.current, self.lives[self.current].kill("silent"))  # its stacks are logged first
+                self.lives[self.current].kill("silent")  # its stacks are logged first
             elif now >= self._check.log_at:
                 self._check = replace(self._check, log_at=now + LOG_REPEAT_SECONDS)
                 self._effects.append(LogChecking(taken))
@@ -418,7 +436,7 @@ class RankWorkers:
     def _end_check(self, check: Check, life: WorkerLife, now: float) -> None:
         problem = life.error or life.outcome
         self._drop(self.current)
-        self.current = None
+        self.current, self._changed = None, True
         if not check.tries:
             self._check = None
             limit = f"PHASE_TIMEOUT={self.times.phase_timeout:g} s"
@@ -426,7 +444,7 @@ class RankWorkers:
             return
         if life.outcome in UNDECIDED and check.tries > 1:
             self._check = replace(check, tries=check.tries - 1)
-            self.current, self._changed = self._make((check.role, 0), None, now, check=True), True
+            self.current = self._make((check.role, 0), None, now, check=True)
             return
         self._check = None
         if life.outcome == "finished":
@@ -471,9 +489,9 @@ class RankWorkers:
             if self.spares:
                 return False
             if not self._handing:
-                self._handing = True
+                self._handing = "under way"
                 self._effects.append(HandOver())
-            if not self._handed_over:
+            if self._handing != "over":
                 return False
         if not self.role and directive.kind in ("run", "stop") and directive.role not in self._checked:
             self._begin_check(directive.role, now)  # the gang waits until this action is carried out

@@ -32,40 +32,49 @@ class Attacher:
         self._parts = WorkerParts(stays=stays, hook_limit=context.settings.phase_timeout)
         self._serve: Callable[[], None] | None = None  # lets peers call; None until the role's object is made
         self._attached: Hook | None = None  # of that object
-        self._sessions = dict[PartId, Session]()
         self._lock = threading.Lock()  # for the parts and for what is to be done, in order
         self._effects = deque[parts.Effect]()
         self._performing = False
+        self._idle = threading.Condition(self._lock)  # nothing is to be done
         self._timer: threading.Timer | None = None
+        if attachment := context.group.newest:  # orders may come before it meets the others
+            self._parts.begin(attachment)
 
     # ---- orders
 
     def attach(self, attachment: Attachment) -> None:
-        """The worker becomes a part of a generation. Returns before it is one."""
-        self._take(lambda now: self._parts.attach(attachment))
+        """The worker becomes a part of a generation. Returns before it is one, and once it has begun to meet the
+        others: the orders that follow are for that generation."""
+        self._take(lambda now: self._parts.attach(attachment), wait=True)
 
     def detach(self) -> None:
         """The worker leaves its generation, if it has one: nothing of that is executed or answered any more."""
-        self._take(lambda now: self._parts.detach())
+        self._take(lambda now: self._parts.detach(), wait=True)
 
     # ---- what the parts decide
 
-    def _take(self, event: Callable[[float], Batch]) -> None:
-        """Does what follows from `event`, unless another thread is at it and will."""
+    def _take(self, event: Callable[[float], Batch], *, wait: bool = False) -> None:
+        """Does what follows from `event`, unless another thread is at it and will: perhaps waits until it has."""
         with self._lock:
             batch = event(time.monotonic())
             self._effects += batch.effects
             self._keep_time(batch.deadline)
             if self._performing:
+                if wait:
+                    self._idle.wait_for(lambda: not self._performing, self._context.settings.phase_timeout)
                 return
             self._performing = True
         while True:
             with self._lock:
                 if not self._effects:
                     self._performing = False
+                    self._idle.notify_all()
                     return
                 effect = self._effects.popleft()
-            self._perform(effect)
+            try:
+                self._perform(effect)
+            except (Exception, SystemExit) as error:
+                self._supervision.fail(error)
 
     def _keep_time(self, deadline: float) -> None:
         if self._timer:
@@ -79,9 +88,8 @@ class Attacher:
     def _perform(self, effect: parts.Effect) -> None:
         match effect:
             case parts.Meet(attachment):
-                part = PartId(attachment.generation, attachment.me.join)
-                self._sessions = {part: self._context.group.begin(attachment)}
-                self._begin(self._meet, part)
+                self._context.group.begin(attachment)
+                self._begin(self._meet, PartId(attachment.generation, attachment.me.join))
             case parts.CallAttached(part):
                 self._begin(self._call_attached, part)
             case parts.Serve():
@@ -90,7 +98,7 @@ class Attacher:
                 self._context.dispatcher.stop_turns()
             case parts.Leave(part):
                 self._context.dispatcher.pause()
-                if session := self._sessions.get(part):
+                if session := self._session(part):
                     session.end()
             case parts.Report(Connected(generation, join)):
                 self._supervision.report_connected(generation, join)
@@ -102,21 +110,21 @@ class Attacher:
     def _begin(self, work: Callable[[PartId], None], part: PartId) -> None:
         threading.Thread(target=work, args=(part,), name="attach", daemon=True).start()
 
+    def _session(self, part: PartId) -> Session | None:
+        """The session of `part`; None if the worker has another part by now."""
+        session = self._context.group.session
+        return session if session and part == (session.generation, session.join) else None
+
     # ---- attaching
 
     def meet(self, attachment: Attachment) -> None:
         """Meets the workers of the generation that this one was started for, in this thread."""
-        session = self._context.group.session
-        assert session is not None
-        with self._lock:
-            part = self._parts.begin(attachment)
-            self._sessions = {part: session}
-        self._meet(part)
+        self._meet(PartId(attachment.generation, attachment.me.join))
 
     def _meet(self, part: PartId) -> None:
-        session = self._sessions.get(part)
+        session = self._session(part)
         if session is None:
-            return  # it has another part by now
+            return
         try:
             self._connect(session)
         except (Exception, SystemExit) as error:
@@ -133,13 +141,11 @@ class Attacher:
 
     def _call_attached(self, part: PartId) -> None:
         """Calls the method `attached`."""
-        session, failure = self._sessions.get(part), None
-        if session is None:
-            return
+        session, failure = self._session(part), None
         assert self._attached is not None
         try:
-            with belongs_to(session):
-                if not session.ended:
+            if session and not session.ended:
+                with belongs_to(session):
                     self._attached(self._context)
         except (Exception, SystemExit) as error:
             failure = Failure(error, first_line(error), lost=is_lost(error))
@@ -147,17 +153,23 @@ class Attacher:
 
     # ---- the main thread
 
+    def next_run(self) -> PartId:
+        """Waits for a part in a generation that `run` was not called for, and that peers may call. Meanwhile it runs
+        peers' calls of methods with `turn`."""
+        while True:
+            with self._lock:
+                if part := self._parts.next_run():
+                    return part
+            self._supervision.require_alive()
+            self._context.dispatcher.serve_turns()  # until there is another one
+
     def run_forever(self, run: Callable[[], object] | None) -> NoReturn:
-        """Calls `run` once for each part in a generation; if it still runs at the next one, it goes on. While it does
-        not run, runs peers' calls of methods with `turn`."""
+        """Calls `run` once for each part in a generation; if it still runs at the next one, it goes on."""
         if run is None:
             self._context.watchdog.ready()
         while True:
-            with self._lock:
-                part = self._parts.next_run() if run else None
-            if run is None or part is None:
-                self._supervision.require_alive()
-                self._context.dispatcher.serve_turns()  # until there is another one
+            part = self.next_run()
+            if run is None:
                 continue
             try:
                 run()
@@ -171,7 +183,7 @@ class Attacher:
 
     def _is_over(self, part: PartId) -> bool:
         """Whether the generation has ended, or is about to: a lost peer may be the reason for it."""
-        group, session = self._context.group, self._sessions.get(part)
+        group, session = self._context.group, self._session(part)
         if session is None or group.has_lost_rank0():
             return True
         return session.wait(self._context.settings.lease_seconds) or group.has_lost_rank0()

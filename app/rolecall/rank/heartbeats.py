@@ -35,17 +35,24 @@ class Heartbeats:
         """Posts requests by `client`.
 
         The coordinator answers an outdated one as soon as it has the newer one, and its connection is used again:
-        another one would cost a TLS handshake. One whose answer does not come by the next time is closed.
+        another one would cost a TLS handshake. One whose answer does not come by the next time is closed. Raises what
+        follows from an answer.
         """
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._post(client, group)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _post(self, client: CoordinatorClient, group: asyncio.TaskGroup) -> None:
         posts = list[asyncio.Task[None]]()
-        async with asyncio.TaskGroup() as group:
-            while True:
-                await self._given.wait()
-                self._given.clear()
-                assert self._request is not None
-                for outdated in posts[:-1]:
-                    outdated.cancel()
-                posts = [*posts[-1:], group.create_task(self._exchange(client, self._request))]
+        while True:
+            await self._given.wait()
+            self._given.clear()
+            assert self._request is not None
+            for outdated in posts[:-1]:
+                outdated.cancel()
+            posts = [*posts[-1:], group.create_task(self._exchange(client, self._request))]
 
     async def _exchange(self, client: CoordinatorClient, request: Request) -> None:
         try:

@@ -6,7 +6,6 @@ Its `Member` decides. The supervisor connects it with rank 0, the worker process
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
@@ -74,7 +73,7 @@ class Supervisor:
         self.member = Member(
             rules(settings),
             me,
-            lambda: self.workers.status(),
+            lambda: self.workers.core.status(),
             time.monotonic(),
             rank0=(settings.master_addr, settings.rank0_port),
             is_rank0=self.is_rank0,
@@ -136,8 +135,9 @@ class Supervisor:
                 await self._signalled.wait()
             elif member.acknowledged:
                 limit = member.rules.finish_grace + member.rules.lease  # by then the gang has settled
-                with contextlib.suppress(TimeoutError):
-                    await self._or_signal(asyncio.wait_for(self._exits.wait(), limit))
+                exits = asyncio.create_task(self._exits.wait())
+                await self._or_signal(fork_server.within(exits, limit))
+                exits.cancel()
                 scraped = self._scrapes.once_more()
                 if self.run_pid and not coordinator:  # `rolecall run` signals those that outlive rank 0
                     await scraped
@@ -361,7 +361,7 @@ class Supervisor:
         return "the worker is silent" if silent else ""
 
     def _unready(self) -> str:
-        if self.workers.status().state in MET:
+        if self.workers.core.status().state in MET:
             return ""
         if self._settled:  # not ready: otherwise a disruption budget would keep the pods on their nodes
             return "the job has finished" if self._finished else "the job failed"

@@ -197,6 +197,7 @@ def _work(host: Host, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
             watchdog.ready()
             pipe.report_loaded()
         attacher.run_forever(run)
+    attacher.next_run()  # `attached` has returned
     summary = summary_of(context, run() if run else None)
     return Result("finished", step=context.step, summary=summary)
 

@@ -17,7 +17,7 @@ from rolecall.declare.describe import Description
 from rolecall.declare.task import Task
 from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import Outcome, RoleSpec, WorkerStatus
+from rolecall.gang.protocol import Outcome, RoleSpec
 from rolecall.life import workers as life
 from rolecall.life.process import Record, Send
 from rolecall.life.workers import Batch, RankWorkers, SpareRules, Times
@@ -60,10 +60,12 @@ class WorkerManager:
         self._processes = dict[int, WorkerProcess]()
         self.journal: Journal | None = None  # of rank 0, once it has started
         self._changed, self._tunnel = changed, tunnel
-        self._batches = deque[Batch]()  # to be done
+        self._batches = deque[Batch]()  # to be done, one after the other
+        self._performing = False
         self._progress = asyncio.Event()  # a batch was done
         self._carried_out: asyncio.Future[None] | None = None  # the action, or the check, under way
         self._timer: asyncio.TimerHandle | None = None
+        self._due = math.inf  # when that is due
         self._handing: asyncio.Task[None] | None = None
         self._warned = self._warned_of_spares = False  # of another source on disk; of spares without effect
         self._source_watch: asyncio.Future[None] | None = None
@@ -91,6 +93,7 @@ class WorkerManager:
 
     async def _until_done(self, order: Callable[[float], Batch]) -> None:
         self._carried_out = asyncio.get_running_loop().create_future()
+        self._notice_ends()
         self._perform(order(time.monotonic()))
         await self._carried_out
 
@@ -102,17 +105,16 @@ class WorkerManager:
 
     def kill(self, outcome: Outcome) -> None:
         """Kills the worker, which then ends with `outcome`."""
-        if self.worker:
-            self._kill(self.worker, outcome)
-
-    def _kill(self, worker: WorkerProcess, outcome: Outcome) -> None:
-        self._perform(self.core.kill(worker.number, outcome, time.monotonic(), over=worker.over))
+        if self.core.current is not None:
+            self._notice_ends()
+            self._perform(self.core.kill(self.core.current, outcome, time.monotonic()))
 
     def kill_spares(self, is_silent: Callable[[float | None], bool]) -> None:
         """Kills the spares whose last heartbeat is too old."""
+        self._notice_ends()
         for number in [*self.core.spares]:
             if is_silent(self.core.lives[number].last_heartbeat):
-                self._kill(self._processes[number], "silent")
+                self._perform(self.core.kill(number, "silent", time.monotonic()))
 
     def limit_memory(self) -> None:
         """Ends a worker that holds more memory than its role allows."""
@@ -123,10 +125,18 @@ class WorkerManager:
         used = worker.resident_bytes() / 1e6
         if used > spec.max_memory_mb:
             problem = f"uses {used:.0f} MB of memory, over max_memory_mb={spec.max_memory_mb} of its role"
-            self._perform(self.core.fail(worker.number, problem, time.monotonic(), over=worker.over))
+            self._notice_ends()
+            self._perform(self.core.fail(worker.number, problem, time.monotonic()))
+
+    def _notice_ends(self) -> None:
+        """A process that is over ends with an outcome of its own, whatever is ordered now."""
+        for number, process in self._processes.items():
+            if process.life.alive and process.over:
+                self.core.exiting(number)
 
     async def close(self) -> None:
         """Ends all workers, also one that is being forked, and the fork server."""
+        self._notice_ends()
         self._perform(self.core.close(time.monotonic()))
         while any(life.exists for life in self.core.lives.values()):
             self._progress.clear()
@@ -141,11 +151,7 @@ class WorkerManager:
     @property
     def worker(self) -> WorkerProcess | None:
         """The rank's own worker, the newest."""
-        return None if self.core.current is None else self._processes[self.core.current]
-
-    def status(self) -> WorkerStatus:
-        """Its status, for the gang."""
-        return self.core.status()
+        return None if self.core.current is None else self._processes.get(self.core.current)
 
     @property
     def last_heartbeat(self) -> float | None:
@@ -187,28 +193,36 @@ class WorkerManager:
     def _perform(self, batch: Batch) -> None:
         """Does what `batch` says, and what follows from that."""
         self._batches.append(batch)
-        if len(self._batches) > 1:
+        if self._performing:
             return  # within an effect of another one
-        while self._batches:
-            self._do(self._batches[0])
-            self._batches.popleft()
-        self._progress.set()
-        self._keep_time()
+        self._performing = True
+        try:
+            while self._batches:
+                self._do(self._batches.popleft())
+        finally:
+            self._performing = False
+            for number in self._processes.keys() - self.core.lives.keys():
+                del self._processes[number]
+            self._progress.set()
+            self._keep_time()
 
     def _do(self, batch: Batch) -> None:
         for effect in batch.effects:
             match effect:
-                case life.Make():
-                    self._make(effect)
+                case life.Make(number):
+                    try:
+                        self._make(effect)
+                    except OSError as failure:  # there are too many open files, perhaps
+                        if number == self.core.current:
+                            raise
+                        self._perform(self.core.not_forked(number, str(failure), time.monotonic(), killed=False))
                 case life.Do(_, Record(rows)):
                     if self.journal:
                         self.journal.record(rows)
                 case life.Do(number, order):
                     if isinstance(order, Send) and isinstance(order.message, Attach):
                         self.metrics.worker_attaches.inc()
-                    s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
-                    limit = s.connect_timeout if fork_server.has_forked() else s.phase_timeout
-                    self._processes[number].do(order, limit)
+                    self._processes[number].do(order)
                 case life.LogEnd(number):
                     self._log_end(self._processes[number])
                 case life.LogDeparture(number):
@@ -235,8 +249,6 @@ class WorkerManager:
             self._changed()
         if batch.done:
             self._settle(None)
-        if self._processes.keys() != self.core.lives.keys():
-            self._processes = {number: self._processes[number] for number in self.core.lives}
 
     def _settle(self, error: Exception | None) -> None:
         if self._carried_out and not self._carried_out.done():
@@ -249,16 +261,23 @@ class WorkerManager:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        now, deadline = time.monotonic(), self.core.deadline
-        if deadline < math.inf:
-            seconds = min(max(deadline - now, 0.0), TICK_SECONDS)
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._tick, now + seconds)
+        now = self._now()
+        if self.core.deadline < math.inf:
+            seconds = min(max(self.core.deadline - now, 0.0), TICK_SECONDS)
+            self._due = now + seconds
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._tick)
 
-    def _tick(self, due: float) -> None:
+    def _now(self) -> float:
+        """The time. A pause of this process is noticed, whatever it does first after that."""
         now = time.monotonic()
-        if now - due > TICK_SECONDS:
-            self.core.suspended(now - due)
-        self._perform(self.core.tick(now))
+        if now - self._due > TICK_SECONDS:
+            self.core.suspended(now - self._due)
+        self._due = math.inf
+        return now
+
+    def _tick(self) -> None:
+        self._notice_ends()
+        self._perform(self.core.tick(self._now()))
 
     async def _hand_over(self) -> None:
         await self.recordings.hand_over()
@@ -286,9 +305,13 @@ class WorkerManager:
         )
         worker = self._processes[order.number] = self._worker(order.number, task)
         worker.life.traced = settings.trace and not order.check
+        limit = settings.phase_timeout
         if order.number == self.core.current and not order.check:
             self.metrics.worker_starts.inc()
             self._use(worker)
+            if fork_server.has_forked():
+                limit = settings.connect_timeout  # for which the others wait for this worker
+        worker.fork(limit)
 
     def _use(self, worker: WorkerProcess) -> None:
         """From now on, `worker` is the rank's."""

@@ -19,7 +19,7 @@ import psutil
 from rolecall import telemetry
 from rolecall.declare.task import Task
 from rolecall.gang.protocol import Outcome
-from rolecall.life.process import Effect, Exit, Fork, Kill, LogStacks, Send
+from rolecall.life.process import Effect, Exit, Kill, LogStacks, Send
 from rolecall.life.workers import Batch, RankWorkers
 from rolecall.messages import worker as messages
 from rolecall.observe.cgroup import Cgroup
@@ -95,11 +95,13 @@ class WorkerProcess:
 
     # ---- what is done to it
 
-    def do(self, effect: Effect, fork_limit: float) -> None:
-        """Does what `effect` says. A fork that fails, or takes over `fork_limit` seconds, is an end like any other."""
+    def fork(self, limit: float) -> None:
+        """Forks it. That it fails, or takes over `limit` seconds, is an end like any other."""
+        self._begin(self._fork(limit))
+
+    def do(self, effect: Effect) -> None:
+        """Does what `effect` says."""
         match effect:
-            case Fork():
-                self._begin(self._fork(fork_limit))
             case Send(message):
                 self.send(message)
             case LogStacks():
@@ -122,7 +124,7 @@ class WorkerProcess:
         except ProcessLookupError:
             await self._end()  # it has ended already, and may have sent its result
             return
-        except (OSError, fork_server.ForkError) as error:
+        except Exception as error:  # also one of pickling, or of a thread
             hint = Cgroup().ran_out(self._oom_kills)
             by_killer = isinstance(error, fork_server.ForkError) and error.killed
             if by_killer:
@@ -182,8 +184,9 @@ class WorkerProcess:
 
     def _break(self, error: PipeError, outcome: Outcome) -> None:
         """The pipe is of no use any more."""
-        now = time.monotonic()
-        self._perform(self._workers.fail(self.number, f"the worker {error}", now, outcome=outcome, over=self.over))
+        if self.over:
+            self._workers.exiting(self.number)
+        self._perform(self._workers.fail(self.number, f"the worker {error}", time.monotonic(), outcome=outcome))
 
     def _exited(self) -> None:
         loop = asyncio.get_running_loop()

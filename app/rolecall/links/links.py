@@ -150,7 +150,7 @@ class Links:
     def answered(self, number: int, now: float) -> Call | None:
         """The answer of a call has come, or what its method raised. Returns the call, unless it has ended before."""
         call = self.calls.get(number)
-        if call is None or call.state in ("linking", "queued"):  # a number that the peer cannot know yet
+        if call is None or call.state in ("linking", "queued"):  # no answer of a peer that obeys the protocol
             return None
         del self.calls[number]
         call.state = "answered"

@@ -151,7 +151,7 @@ class Exchange:
                 after = version_id
                 question = (copies.name, version_id, POLL_SECONDS)
                 offered = connection.ask(connection.rank0, "weights_newer", *question, wait=POLL_SECONDS)
-                offered.add_done_callback(lambda _: copies.notify())
+                offered.then(lambda _: copies.notify())
 
             def is_news(offered: Future[Any] | None = offered, before: Any = (newest, reads)) -> bool:
                 done = offered is not None and offered.done()
@@ -244,7 +244,7 @@ class Exchange:
             error = future.exception()
             answers.put(_Answer(request, chunks, None if error else future.result(), error))
 
-        future.add_done_callback(answered)
+        future.then(answered)
 
     def _take(self, version: Version, plan: Plan, answer: _Answer) -> int:
         """Takes an answer. Returns the bytes that it had."""

@@ -106,34 +106,20 @@ class Wire:
             else:
                 if dropped:
                     self._give_up(dropped)
-                    dropped = None  # it may hold large values until the next one
+                dropped = None  # it refers to its arguments
 
     def _do(self, batch: Batch) -> None:
-        """Does what a batch says: without waiting, except that `Flush` may wait for the peer to read. An effect that
-        fails skips no other."""
-        todo = deque(batch.effects)
-        while todo:
-            effect = todo.popleft()
+        """Does what a batch says, and what follows from that: without waiting, except that `Flush` may wait for the
+        peer to read."""
+        to_do = deque(batch.effects)
+        while to_do:
             try:
-                if isinstance(effect, effects.Flush):
-                    todo.extendleft(reversed(self._flush(effect)))
-                else:
-                    self._perform(effect)
-            except Exception:
-                telemetry.log().exception("the wire cannot do what follows from an event", effect=type(effect).__name__)
+                to_do.extendleft(reversed(self._perform(to_do.popleft())))
+            except Exception:  # what comes after it is done all the same
+                telemetry.log().exception("a link or a call cannot be dealt with")
 
-    def _flush(self, flush: effects.Flush) -> tuple[effects.Effect, ...]:
-        """Sends what waited for a link. Returns what follows."""
-        for call in flush.calls:
-            if call.live:
-                try:
-                    self._write(flush.link, call, call.content)
-                except Exception as error:  # perhaps a part of it was sent
-                    flush.link.close(f"{call.method} cannot be sent: {type(error).__name__}: {error}")
-        with self._lock:
-            return self._timed(self._links.flushed(flush.link, time.monotonic())).effects
-
-    def _perform(self, effect: effects.Effect) -> None:
+    def _perform(self, effect: effects.Effect) -> tuple[effects.Effect, ...]:
+        """Does one thing. Returns what follows from it."""
         match effect:
             case effects.Connect(peer, epoch, attempt):
                 work = threading.Thread(target=self._connect, args=(peer, epoch, attempt), name=f"wire to {peer}")
@@ -142,7 +128,18 @@ class Wire:
                     work.start()
                 except RuntimeError as error:  # there are too many threads
                     lost = PeerLostError(f"{peer} cannot be connected to: {error}")
-                    self._take(self._links.not_connected, peer, attempt, lost)
+                    with self._lock:
+                        return self._timed(self._links.not_connected(peer, attempt, lost)).effects
+            case effects.Flush(link, calls):
+                for call in calls:
+                    if call.live:
+                        self._write(link, call, call.content)
+                with self._lock:
+                    following = self._timed(self._links.flushed(link, time.monotonic())).effects
+                for call in calls:
+                    if call.request is None:  # it has waited for the link, by which calls are sent at once now
+                        self._finish(call, None, None)
+                return following
             case effects.Send(call):
                 call.room.set()
             case effects.Fail(call, error):
@@ -161,9 +158,10 @@ class Wire:
                     apart.run(listener, peer)
             case effects.ReportLost(peer, epoch, problem):
                 apart.run(self._report_lost, peer, epoch, problem)
+        return ()
 
     def _report_lost(self, peer: str, epoch: int, problem: str) -> None:
-        if not self._session.ended:
+        if not self._session.ended:  # with which all are lost
             self._lost(peer, epoch, lost_error(peer, problem))
 
     # ---- links
@@ -456,7 +454,6 @@ class Wire:
                 self.dispatcher.confirm(link, frame.call)
             case Kind.ITEM:
                 self._received(link, frame)
-            # a large body is a memoryview, which cannot be searched for bytes
             case Kind.ANSWER if not frame.buffers and isinstance(frame.body, bytes) and _CLASS not in frame.body:
                 self._received(link, frame)
             case _:

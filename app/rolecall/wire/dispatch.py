@@ -35,7 +35,6 @@ MAX_STREAMS = 1024  # that a worker serves at a time, a thread each; a further o
 MAX_UNREAD = 64  # answers that one caller has not read; its further calls wait
 MAX_UNREAD_BYTES = 128 * 2**20  # of them
 MAX_STACKS_CHARS = 8_000
-PLAIN = (type(None), bool, int, float, str, bytes)  # which are encoded at once, without the user's code
 _loops = weakref.WeakSet[asyncio.AbstractEventLoop]()  # that run `async` methods
 
 
@@ -356,7 +355,7 @@ class Dispatcher:
             except (SystemExit, KeyboardInterrupt):  # of one task, which asyncio raises here too: its call has it
                 continue
             if not self._closed:
-                continue  # a coroutine has called stop()
+                continue  # a task has stopped the loop, which others need
             loop.run_until_complete(_cancel_others())
             loop.close()
             return

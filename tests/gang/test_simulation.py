@@ -24,7 +24,7 @@ from tests.simulation.simulation import Simulation
 from tests.simulation.story import Violation
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "300"))
-SCHEDULES_FROM = int(os.environ.get("SCHEDULES_FROM", "1600"))  # from which on 300 reach all that is asserted
+SCHEDULES_FROM = int(os.environ.get("SCHEDULES_FROM", "1400"))  # from which on 300 reach all that is asserted
 LIMIT = 3000  # of schedules in which a safeguard that is left out shows
 
 

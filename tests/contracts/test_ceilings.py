@@ -16,7 +16,7 @@ ROOMS = {
     "rolecall/declare": 1470,
     "rolecall/export": 920,
     "rolecall/gang": 2300,
-    "rolecall/inprocess": 920,  # one process for debugging and tests
+    "rolecall/inprocess": 940,  # one process for debugging and tests
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
@@ -26,7 +26,7 @@ ROOMS = {
     "rolecall/launch": 2410,
     "rolecall/life": 1080,  # what rank decided before, and its table of states
     "rolecall/links": 710,
-    "rolecall/messages": 560,  # the declarations and codecs of six rooms
+    "rolecall/messages": 570,  # the declarations and codecs of six rooms
     "rolecall/observe": 650,
     "rolecall/observe/doctor": 1080,
     "rolecall/observe/page": 580,
@@ -41,7 +41,7 @@ ROOMS = {
     "rolecall/wire": 2780,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 51830, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
+TOTALS = {"tests": 51850, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
 
 
 def lines(path: Path) -> int:

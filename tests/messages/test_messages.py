@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rolecall.messages.codec import MessageError, convert, decode, decode_line, 
 from rolecall.messages.worker import FromWorker, ToWorker
 from rolecall.record.files import FileWork
 from rolecall.record.history import Event, Goal, Point, Stall, Start
+from tests import commands
 
 ME, OTHER = Peer("agent", 0, 0), Peer("observer", 2, 1, 3)
 PART = Attachment(3, ME, (ME, OTHER), ("observer_7",))
@@ -159,3 +161,24 @@ def test_a_question_has_a_kind() -> None:
 
 def test_a_token_is_in_no_log() -> None:
     assert "a secret" not in repr(hosts.Start("agent 0", {"JOB_TOKEN": "a secret"}, alone=True))
+
+
+THREADS = """
+import sys, threading, msgspec
+from rolecall.messages import codec
+sys.setswitchinterval(1e-6)
+for number in range(100):
+    inner = msgspec.defstruct(f"Inner{number}", [("a", int)])
+    fields = [*((f"field_{n}", int | None, 3) for n in range(30)), ("inner", inner | None, None)]
+    kind, gate = msgspec.defstruct(f"Outer{number}", fields), threading.Barrier(6)
+    def read(kind=kind, gate=gate):
+        gate.wait()
+        assert codec.decode(kind, codec.encode({"field_1": 2, "inner": {"a": 1}})).inner.a == 1
+    threads = [threading.Thread(target=read) for _ in range(6)]
+    for each in threads: each.start()
+    for each in threads: each.join()
+"""
+
+
+def test_threads_read_the_first_messages_of_a_type_at_once() -> None:
+    assert commands.run([sys.executable, "-c", THREADS]).returncode == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -102,9 +102,11 @@ class ThreadManager(WorkerManager):
 
     def _worker(self, number: int, task: Task) -> WorkerThreads:
         shared = self.shared
+        # how long a lost peer may be the reason for an error: a breakpoint breaks nothing by that
+        settings = task.settings.model_copy(update={"lease_seconds": shared.settings.lease_seconds})
         return WorkerThreads(
             number,
-            task,
+            replace(task, settings=settings),
             self.core,
             self._perform,
             job=shared.job,
@@ -125,6 +127,7 @@ class ThreadSupervisor(Supervisor):
         directory.mkdir()
         super().__init__(shared.description, settings, identity, directory, None, run=shared.number)
         self.member.rules = rules(shared.patient)
+        self._context = contextvars.copy_context()
 
     async def run(self) -> int:
         """See `Supervisor.run`."""

@@ -33,6 +33,7 @@ class Threads:
         self.name = name
         self.labels: dict[str, Any] = {}
         self._threads = weakref.WeakSet[threading.Thread]()
+        self._lock = threading.Lock()  # for that, to which each of them adds
 
     def start(self, target: Callable[[], object]) -> None:
         """Starts the main one, which calls `target`."""
@@ -50,17 +51,20 @@ class Threads:
 
         thread.run = run_until_ended  # type: ignore[method-assign]
         _owners[thread] = self
-        self._threads.add(thread)
+        with self._lock:
+            self._threads.add(thread)
 
     def alive(self) -> list[threading.Thread]:
         """Those that run. An executor's, which others may use too, do not while they wait for work."""
-        return [each for each in self._threads if each.is_alive() and not _runs(each, executors._worker)]
+        with self._lock:
+            threads = [*self._threads]
+        return [each for each in threads if each.is_alive() and not _runs(each, executors._worker)]
 
     @staticmethod
     def interrupt(threads: list[threading.Thread]) -> None:
         """Has `threads` raise `Ended` as soon as they run Python code, which wakes those that wait for each other."""
         raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-        for thread in threads:
+        for thread in filter(threading.Thread.is_alive, threads):  # another one may have its number afterwards
             raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Ended))
             _wake(thread)
 

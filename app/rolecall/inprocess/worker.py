@@ -140,6 +140,7 @@ class WorkerThreads(WorkerProcess):
         self._job = job
         self._watchdog = Watchdog(task.settings.phase_timeout, task.settings.stuck_seconds)
         self._end_of_worker = ThreadEnd(self._theirs, task, None if task.check else self._watchdog, self._exit, failed)
+        self._failed = failed
         self._code: int | None = None  # once it ends
         self._lock = threading.Lock()  # for that
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()  # of the rank's log
@@ -154,8 +155,18 @@ class WorkerThreads(WorkerProcess):
     async def _fork(self, limit: float) -> None:
         self._host.log_as(self.task.attachment.generation if self.task.attachment else None)
         self._loop.add_reader(self._connection.fileno(), self._read)
-        self._threads.start(lambda: worker.run(self._host, lambda: self._job, self._end_of_worker, self._watchdog))
+        self._threads.start(self._run)
         self._perform(self._workers.forked(self.number, time.monotonic()))
+
+    def _run(self) -> None:
+        try:
+            worker.run(self._host, lambda: self._job, self._end_of_worker, self._watchdog)
+        except Ended:
+            raise
+        except BaseException as error:  # such as KeyboardInterrupt, which ends a process with this code
+            self._failed(error)
+        finally:
+            self.end(1)
 
     def _kill(self) -> None:
         self.end(KILLED)
@@ -185,16 +196,19 @@ class WorkerThreads(WorkerProcess):
         start_alone(threading.Thread(target=self._finish, name=f"end of {self._threads.name}", daemon=True))
 
     def _finish(self) -> None:
-        context = self._host.context
-        if context:
-            with acting_for(self._threads):
-                context.close()
-        self._await_threads()
-        if self._host.writer_lock:
-            self._host.writer_lock.release()
-        self._theirs.close()
-        with contextlib.suppress(RuntimeError):  # the run did not wait
-            self._loop.call_soon_threadsafe(self._exited, context=self._context)
+        try:
+            if context := self._host.context:
+                with acting_for(self._threads):
+                    context.close()
+            self._await_threads()
+            if (context := self._host.context) and (session := context.group.session):
+                session.end()  # a part that began meanwhile
+        finally:
+            if self._host.writer_lock:
+                self._host.writer_lock.release()
+            self._theirs.close()
+            with contextlib.suppress(RuntimeError):  # the run did not wait
+                self._loop.call_soon_threadsafe(self._exited, context=self._context)
 
     def _await_threads(self) -> None:
         began = time.monotonic()

@@ -26,6 +26,7 @@ LOG_REPEAT_SECONDS = 30.0
 TRACE_FLUSH_SECONDS = 0.5  # that a worker which is to end has for the end of its trace
 EXPECTED = ("finished", "drained", "stopped")
 MAX_DOUBLINGS = 16  # of the pause after a spare that failed
+MIN_SPARE_PAUSE_SECONDS = 1.0  # whatever the role says: one that cannot be made fails at once
 
 
 @dataclass(frozen=True)
@@ -312,6 +313,9 @@ class RankWorkers:
 
     def _begin_check(self, role: str, now: float) -> None:
         self._check = Check(role, began=now, log_at=now + LOG_REPEAT_SECONDS)
+        if self._unlogged is not None:
+            self._effects.append(LogEnd(self._unlogged))
+            self._unlogged = None
         self._drop(self.current)
         self.current, self._changed = self._make((role, 0), None, now, check=True), True
 
@@ -423,7 +427,7 @@ class RankWorkers:
             if life.outcome != "stopped":
                 assert self._place is not None
                 pause = self._spare_rules(self._place[0]).pause * 2 ** min(self._spare_failures, MAX_DOUBLINGS)
-                pause = min(pause, MAX_BACKOFF_SECONDS)
+                pause = max(MIN_SPARE_PAUSE_SECONDS, min(pause, MAX_BACKOFF_SECONDS))
                 self._spare_failures, self._spare_at = self._spare_failures + 1, now + pause
                 self._effects.append(LogSpareEnd(life.outcome, life.error, pause))
         elif self._check and number == self.current:

@@ -4,20 +4,32 @@ a message, and checks its size and types."""
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 MAX_BYTES = 2**24  # of a message, unless its reader says another bound; a worker's `Result` has about 50,000 bytes
-
-
 MAX_PROBLEM_CHARS = 200
-_binary, _text = functools.cache(msgspec.msgpack.Decoder), functools.cache(msgspec.json.Decoder)
+# msgspec shows other threads a type that it has half read, and decoding by that ends the process with SIGSEGV
+_reading_type = threading.Lock()
 
 
 class MessageError(ValueError):
     """What was received is no message, or what is to be sent cannot be one."""
+
+
+@functools.cache
+def _binary(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    with _reading_type:
+        return msgspec.msgpack.Decoder(kind)
+
+
+@functools.cache
+def _text(kind: Any) -> msgspec.json.Decoder[Any]:
+    with _reading_type:
+        return msgspec.json.Decoder(kind)
 
 
 def encode(message: Any) -> bytes:

@@ -127,7 +127,7 @@ class Attacher:
             return
         try:
             self._connect(session)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # such as asyncio's CancelledError
             failure = Failure(error, first_line(error), lost=is_lost(error))
             self._take(lambda now: self._parts.not_met(part, failure))
         else:
@@ -147,7 +147,7 @@ class Attacher:
             if session and not session.ended:
                 with belongs_to(session):
                     self._attached(self._context)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             failure = Failure(error, first_line(error), lost=is_lost(error))
         self._take(lambda now: self._parts.attached(part, now, failure))
 

@@ -19,7 +19,7 @@ from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Outcome, RoleSpec
 from rolecall.life import workers as life
-from rolecall.life.process import Record, Send
+from rolecall.life.process import Record, Send, WorkerLife
 from rolecall.life.workers import Batch, RankWorkers, SpareRules, Times
 from rolecall.messages.worker import Attach
 from rolecall.rank import fork_server
@@ -94,13 +94,13 @@ class WorkerManager:
     async def _until_done(self, order: Callable[[float], Batch]) -> None:
         self._carried_out = asyncio.get_running_loop().create_future()
         self._notice_ends()
-        self._perform(order(time.monotonic()))
+        self._perform(order(self._now()))
         await self._carried_out
 
     def detach(self, patience: float, problem: str) -> None:
         """Has the worker leave its generation because of `problem`; it is killed if it does not within `patience`
         seconds."""
-        now = time.monotonic()
+        now = self._now()
         self._perform(self.core.detach(now + patience, problem, now))
 
     def kill(self, outcome: Outcome) -> None:
@@ -212,10 +212,8 @@ class WorkerManager:
                 case life.Make(number):
                     try:
                         self._make(effect)
-                    except OSError as failure:  # there are too many open files, perhaps
-                        if number == self.core.current:
-                            raise
-                        self._perform(self.core.not_forked(number, str(failure), time.monotonic(), killed=False))
+                    except (OSError, RuntimeError) as failure:  # too many open files, perhaps, or threads
+                        self._perform(self.core.not_forked(number, str(failure), time.monotonic(), killed=True))
                 case life.Do(_, Record(rows)):
                     if self.journal:
                         self.journal.record(rows)
@@ -224,7 +222,8 @@ class WorkerManager:
                         self.metrics.worker_attaches.inc()
                     self._processes[number].do(order)
                 case life.LogEnd(number):
-                    self._log_end(self._processes[number])
+                    process = self._processes.get(number)
+                    self._log_end(process.life if process else self.core.lives[number])
                 case life.LogDeparture(number):
                     worker = self.core.lives[number]
                     error = telemetry.cause(worker.status().error)
@@ -330,14 +329,14 @@ class WorkerManager:
                 files=files,
             )
 
-    def _log_end(self, worker: WorkerProcess) -> None:
-        outcome = worker.life.outcome
+    def _log_end(self, worker: WorkerLife) -> None:
+        outcome = worker.outcome
         self.metrics.worker_restarts.labels(outcome).inc()
         # a worker is lost when another rank's worker ends, which that rank logs
         log = {"lost": self.log.info, "killed": self.log.warning, "silent": self.log.warning}
         log.get(outcome, self.log.error)(
             "worker ended",
             outcome=outcome,
-            generation=worker.life.generation,
-            **telemetry.cause(worker.life.error),
+            generation=worker.generation,
+            **telemetry.cause(worker.error),
         )

@@ -161,10 +161,13 @@ class WorkerProcess:
 
     async def _log_stacks(self, effect: LogStacks) -> None:
         """Logs its stacks: of a silent one, even if a thread holds the GIL."""
-        if effect.silent:
-            text = await stack_dump.of_silent(self._pidfd, self.task.stacks) if self.task.stacks else ""
-        else:
-            text = await stack_dump.native(self._pid) or effect.text
+        try:
+            if effect.silent:
+                text = await stack_dump.of_silent(self._pidfd, self.task.stacks) if self.task.stacks else ""
+            else:
+                text = await stack_dump.native(self._pid) or effect.text
+        except (OSError, RuntimeError) as error:  # no file or thread is left: it is killed all the same
+            text = effect.text or f"they cannot be read: {error}"
         if text:
             log, life = telemetry.log(), self.life
             log.warning("stacks of the worker", generation=life.generation, step=life.step, exception=text)

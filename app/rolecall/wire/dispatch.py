@@ -318,6 +318,8 @@ class Dispatcher:
                 _loops.add(self._loop)
                 threading.Thread(target=self._run_loop, args=(self._loop,), name="remote async", daemon=True).start()
 
+        answers_here = threading.Event()  # what answers the call was added before its end, and so runs in the loop
+
         async def run() -> Any:
             call.begun = time.monotonic()
             with belongs_to(call.link.session), tracing.serving(call.request) as span:
@@ -327,6 +329,7 @@ class Dispatcher:
                     span.end()
                 if isinstance(value, Handover):  # here, since a cancelled future forgets what the coroutine returns
                     self._hand_over(call, value)
+                answers_here.wait()  # for a moment
                 return value
 
         with self._lock:
@@ -336,6 +339,7 @@ class Dispatcher:
         if call.cancelled:
             call.coroutine.cancel()
         self._answer_later(call, call.coroutine, NOOP)
+        answers_here.set()
 
     def _hand_over(self, call: Call, handover: Handover[Any]) -> None:
         place = call.link, call.number

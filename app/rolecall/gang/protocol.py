@@ -50,7 +50,6 @@ ACTIVE: tuple[GangState, ...] = ("running", "draining", "stopping")
 OVER: tuple[GangState, ...] = ("finished", "failed")
 ERRORS: tuple[Outcome, ...] = ("failed", "crashed", "stuck")  # count as failures; a worker killed from outside does not
 ORDERLY: tuple[Cause, ...] = ("drained", "left")  # how a generation ends on request
-# exit codes
 DRAIN_EXEMPT_PHASES = ("compiling", "evaluating", "saving")  # a drain waits for them; earlier, nothing is to be saved
 FENCE = 0.8  # fraction of a lease without an answer after which a member ends its worker, before rank 0 gives it up
 DETACH = 0.6  # fraction of a lease after which a worker that stays leaves its generation, so that it need not end

@@ -14,7 +14,6 @@ port.py            Connections at METRICS_PORT, which anybody may open: how many
 queries.py         Queries of rank 0, or of clients, to the supervisors of all ranks, and their replies
 run_files.py       CHECKPOINT_DIR as the coordinator uses it: its lock, the generation's number, DONE, FAILED
 site.py            The page at rank 0's METRICS_PORT: what it shows now, as HTML, as JSON
-spares.py          A rank's spare workers (SPARES), which take the place of a worker that ends
 stack_dump.py      The stacks of a worker's threads for the log: dumped by the worker itself, or read by py-spy
 stack_query.py     A supervisor's reply to the query `ReadStacks`: the activity of each thread of its worker
 start.py           A rank's processes on this machine: starts its tunnel, and runs its supervisor

@@ -22,7 +22,7 @@ QUERY_TIMEOUT_SECONDS = 2.0
 
 
 class Collector:
-    """TraceCopies the files of the gang's members, and exports their spans if OpenTelemetry's variables ask for it."""
+    """Copies the trace files of the gang's members, and exports their spans if OpenTelemetry's variables ask for it."""
 
     def __init__(
         self, coordinator: Coordinator, open_exporter: Callable[[], otlp.Exporter | None] = otlp.exporter
@@ -54,7 +54,7 @@ class Collector:
             await asyncio.to_thread(self._exporter.close)
 
     async def collect(self) -> bool:
-        """TraceCopies what there is, of all members at the same time. Returns whether no more will come of any."""
+        """Copies what there is, of all members at the same time. Returns whether no more will come of any."""
         members = {*self._coordinator.gang.members} - self._ended
         results = await asyncio.gather(*map(self._collect, members), return_exceptions=True)
         errors = [result for result in results if isinstance(result, Exception)]

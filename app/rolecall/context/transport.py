@@ -116,8 +116,9 @@ class Transport:
     def forward(self, event: ProgressEvent) -> None:
         """Has rank 0 apply `event` by `Progress.take`, in order: the one before must have been answered. Waits for a
         score, after which the job may end."""
-        if self._forwarded is not None:
-            self._forwarded.result()
+        before, self._forwarded = self._forwarded, None  # one that fails is raised once
+        if before is not None:
+            before.result()
         request = Request("take_progress", (event,), {}, float(self._deadline), internal=True)
         self._forwarded = self.wire.call(self._rank0, request, self._deadline)
         if isinstance(event, StepLogged) and event.score is not None:

@@ -3,6 +3,7 @@ links and calls is decided by `links.Links`; this is what it is driven by: socke
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -316,7 +317,8 @@ class Wire:
             yield value
             taken += 1
             if taken >= STREAM_CREDITS // 2 and not call.link.ended:
-                call.link.send_count(Kind.CREDIT, call.number, taken)
+                with contextlib.suppress(OSError):  # the link has broken, which ends the stream
+                    call.link.send_count(Kind.CREDIT, call.number, taken)
                 taken = 0
 
     def _start(self, call: Pending, content: Encoded) -> None:

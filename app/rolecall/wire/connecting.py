@@ -303,7 +303,12 @@ class Acceptor:
             self._handshakes[handshake] = None
         if oldest:
             oldest.stop()
-        threading.Thread(target=self._greet, args=(handshake,), name="wire hello", daemon=True).start()
+        try:
+            threading.Thread(target=self._greet, args=(handshake,), name="wire hello", daemon=True).start()
+        except RuntimeError:  # there are too many threads: its maker tries again
+            sock.close()
+            with self._lock:
+                self._handshakes.pop(handshake, None)
 
     def _stop_handshakes(self) -> None:
         with self._lock:

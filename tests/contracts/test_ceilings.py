@@ -38,10 +38,10 @@ ROOMS = {
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2030,
     "rolecall/weights": 950,
-    "rolecall/wire": 2780,
+    "rolecall/wire": 2790,
 }
 # lines of Python; words of Markdown in docs
-TOTALS = {"tests": 51850, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
+TOTALS = {"tests": 51890, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings
 
 
 def lines(path: Path) -> int:

@@ -20,7 +20,7 @@ ROOMS = {
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
-    "rolecall/jobs/rl": 4240,
+    "rolecall/jobs/rl": 4260,
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
     "rolecall/launch": 2410,

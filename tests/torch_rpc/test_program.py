@@ -256,7 +256,7 @@ def test_where_a_peer_may_be_gone_the_gang_has_time_to_say_so(
     write: Write, monkeypatch: pytest.MonkeyPatch, error: str, waits: bool, wrapped: bool
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(program.time, "sleep", waited.append)
+    monkeypatch.setattr(program, "time", SimpleNamespace(sleep=waited.append))
     raised = f"raise {error}"
     if wrapped:
         raised = f"try:\n    {raised}\nexcept Exception as error:\n    raise KeyError('lost') from error"

@@ -9,9 +9,10 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -37,13 +38,9 @@ def play_each(groups: list[range], count: int, play: Play[T]) -> Generator[tuple
     running = dict[Connection, Any]()
     try:
         for number in range(count):
-            # an interrupt in between would leave a process that nobody ends
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
+            with _uninterrupted():  # it would leave a process that nobody ends
                 receiver, process = _start(groups[number::count], play)
                 running[receiver] = process
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         while running:
             wait(list(running), CHECK_SECONDS)
             for receiver, process in list(running.items()):
@@ -61,6 +58,22 @@ def play_each(groups: list[range], count: int, play: Play[T]) -> Generator[tuple
                     yield message
     finally:
         _stop(list(running.values()))
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """SIGINT waits for the end of the block, also if the system has another thread take it."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield  # only Python's main thread is interrupted, by a handler of Python's
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _start(groups: list[range], play: Play[Any]) -> tuple[Connection, Any]:

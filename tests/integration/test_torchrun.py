@@ -29,7 +29,7 @@ def test_ranks_of_torchrun_are_a_run(tmp_path: Path) -> None:
         settings = {"JOB": "rl", "JOB_TOKEN": TOKEN, "CHECKPOINT_DIR": str(tmp_path / "kept"), "TMPDIR": temporary}
         torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node=2"]
         environment = {**known, **QUICK, **SHORT, **settings}
-            done = commands.run([*torchrun, "-m", "rolecall", "rank"], env=environment, timeout=150)
+        done = commands.run([*torchrun, "-m", "rolecall", "rank"], env=environment, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "members='agent_0, observer_0'" in done.stdout
     summary, _ = reported(tmp_path / "kept")

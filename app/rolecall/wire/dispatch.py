@@ -338,8 +338,10 @@ class Dispatcher:
             call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
         if call.cancelled:
             call.coroutine.cancel()
-        self._answer_later(call, call.coroutine, NOOP)
-        answers_here.set()
+        try:
+            self._answer_later(call, call.coroutine, NOOP)
+        finally:  # the loop waits for it
+            answers_here.set()
 
     def _hand_over(self, call: Call, handover: Handover[Any]) -> None:
         place = call.link, call.number

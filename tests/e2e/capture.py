@@ -58,8 +58,9 @@ def capture(network: str) -> Iterator[Capture]:
     """Takes every packet on `network` while the context lasts, up to MOST bytes, for DEADLINE seconds."""
     bridge = "br-" + docker("network", "inspect", "--format", "{{.Id}}", network)[:12]
     taken, over = Capture(), threading.Event()
-    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(EVERY_PROTOCOL)) as tap:
-        tap.bind((bridge, 0))
+    # a protocol that is given here, not to bind(), takes the packets of every interface until then
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0) as tap:
+        tap.bind((bridge, EVERY_PROTOCOL))
         # else the bridge itself is not given what it passes on from one container to another
         wish = struct.pack("IHH8s", socket.if_nametoindex(bridge), PROMISCUOUS, 0, b"")
         tap.setsockopt(SOL_PACKET, ADD_MEMBERSHIP, wish)

@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
+@pytest.mark.timeout(400)  # without a cache it reads all of torch
 def test_mypy_knows_the_arguments_and_the_answer_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # of mypy's configuration and cache
     names = [(HERE / name).relative_to(ROOT).as_posix() for name in ("members.py", "right.py", "wrong.py")]

@@ -228,7 +228,8 @@ class WorkerLife:
         """It becomes a part of a generation."""
         if self.alive:
             self.generation, self.join, self.state = attachment.generation, attachment.me.join, "joining"
-            self.drains_failed, self._drains, self.lost_peers = 0, False, ()
+            self.drains_failed, self.lost_peers = 0, ()
+            self._drains = False
             self._departure, self._leave_because, self._leave_by = ("", ""), "", math.inf
             if not self.outcome:  # otherwise it has sent its result, and exits: it ends as this part
                 self.error, self.step, self.summary = "", 0, {}

@@ -165,7 +165,7 @@ class RankWorkers:
         self._place: Key | None = None  # of the spares
         self._spare_failures, self._spare_at = 0, -math.inf  # in a row; when the next one may load
         self._closed = False
-        self._leave_by = math.inf  # whatever spares still live then
+        self._spares_by = math.inf  # when a rank that ends leaves spares behind
         self._action: Action | None = None  # being carried out
         self._handing: Literal["", "under way", "over"] = ""  # of what was traced
         self._checked = {role}  # roles whose settings were checked since the gang assigned them
@@ -212,7 +212,7 @@ class RankWorkers:
         if self._wants_spare and not self._loading_spare:
             deadlines.append(self._spare_at)
         if self.spares and not self._handing:
-            deadlines.append(self._leave_by)
+            deadlines.append(self._spares_by)
         return min(deadlines, default=math.inf)
 
     # ---- orders
@@ -401,7 +401,7 @@ class RankWorkers:
 
     def suspended(self, seconds: float) -> None:
         """This process, and perhaps its workers, did not run for so long: that counts for no deadline."""
-        self._leave_by += seconds
+        self._spares_by += seconds
         for life in self.lives.values():
             life.suspended(seconds)
         if self._check:
@@ -492,9 +492,9 @@ class RankWorkers:
             return False
         if directive.kind in (*OVER, "leave"):
             if not self._closed:
-                self._closed, self._leave_by = True, now + self.times.lease
+                self._closed, self._spares_by = True, now + self.times.lease
                 self._close_spares()
-            if self.spares and now < self._leave_by:
+            if self.spares and now < self._spares_by:
                 return False
             if not self._handing:
                 self._handing = "under way"

@@ -15,8 +15,8 @@ ROOMS = {
     "rolecall/context": 2900,
     "rolecall/declare": 1470,
     "rolecall/export": 920,
-    "rolecall/gang": 2300,
-    "rolecall/inprocess": 940,  # one process for debugging and tests
+    "rolecall/gang": 2293,
+    "rolecall/inprocess": 964,  # one process for debugging and tests
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
@@ -24,7 +24,7 @@ ROOMS = {
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
     "rolecall/launch": 2410,
-    "rolecall/life": 1080,  # what rank decided before, and its table of states
+    "rolecall/life": 1088,  # what rank decided before, and its table of states
     "rolecall/links": 710,
     "rolecall/messages": 570,  # the declarations and codecs of six rooms
     "rolecall/observe": 650,
@@ -33,7 +33,7 @@ ROOMS = {
     "rolecall/observe/sinks": 690,
     "rolecall/observe/stacks": 630,
     "rolecall/observe/trace": 810,
-    "rolecall/rank": 4670,  # effects that raise, pauses, and ends that are noticed before an order
+    "rolecall/rank": 4673,  # effects that raise, pauses, and ends that are noticed before an order
     "rolecall/record": 1380,
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2030,

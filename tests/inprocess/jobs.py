@@ -21,6 +21,8 @@ class Workers(Settings):
 
 
 class Worker:
+    in_use = threading.Event()
+
     def __init__(self, context: Context[Workers]) -> None:
         self.context, self.served = context, list[int]()
         self.weights = context.subscribe("weights")
@@ -47,6 +49,12 @@ class Worker:
     @remote
     def log(self) -> None:
         self.context.logger.info("here I am")
+
+    @remote
+    def use_context(self) -> None:
+        self.in_use.set()
+        while True:  # until it is killed
+            self.context.supervision.require_alive()
 
     @remote
     def hold(self, seconds: float) -> None:

@@ -10,8 +10,10 @@ import queue
 import random
 import runpy
 import shutil
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +23,7 @@ import pytest
 import structlog
 import torch
 
-from rolecall import Job, ProgramError, Role, UsageError, __main__
+from rolecall import Context, Job, ProgramError, Role, UsageError, __main__
 from rolecall.inprocess.run import InProcessRun, run_in_process
 from tests.inprocess.jobs import ONES, Worker, Workers, job, run, threads
 
@@ -99,7 +101,14 @@ def test_lines_of_the_log_name_their_member(tmp_path: Path, capsys: pytest.Captu
 def test_the_process_is_afterwards_as_it_was(tmp_path: Path) -> None:
     def state() -> list[Any]:
         logs = logging.root.handlers, logging.root.level, structlog.get_config()["processors"]
-        return [torch.get_num_threads(), sys.getswitchinterval(), sys.breakpointhook, random.getstate(), *logs]
+        return [
+            threading.Thread.start,
+            torch.get_num_threads(),
+            sys.getswitchinterval(),
+            sys.breakpointhook,
+            random.getstate(),
+            *logs,
+        ]
 
     before = state()
     run(lambda *_: {"number": random.random()}, tmp_path)
@@ -117,6 +126,22 @@ def test_it_runs_from_a_thread_and_beside_an_event_loop(tmp_path: Path) -> None:
 
     asyncio.run(within())
     assert results == [1, 2]
+
+
+def test_an_interrupt_beside_an_event_loop_drains(tmp_path: Path) -> None:
+    def lead(context: Any, _: InProcessRun) -> None:
+        for _ in steps(context, 100_000):
+            if context.step == 3:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    async def cell() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run(lead, tmp_path)
+
+    loop = asyncio.new_event_loop()  # `asyncio.run` takes SIGINT itself
+    loop.run_until_complete(cell())
+    loop.close()
+    assert json.loads((tmp_path / "summary.json").read_text())["state"] == "stopped"
 
 
 def test_a_run_within_another_one_is_refused(tmp_path: Path) -> None:
@@ -159,6 +184,26 @@ def test_a_killed_lead_resumes_from_its_checkpoint_and_members_stay(tmp_path: Pa
 
     assert run(lead, tmp_path)["result"]["generations"] == [[1, 2], [1, 2]]
     assert begun == [1, 2, 3, 4, 5, *range(4, 11)]
+
+
+def test_a_killed_member_is_lost_to_those_that_call_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = Context.close
+
+    def close_late(context: Any) -> None:
+        time.sleep(0.3)  # as on a busy machine
+        close(context)
+
+    monkeypatch.setattr(Context, "close", close_late)
+
+    def lead(context: Any, here: InProcessRun) -> dict[str, str]:
+        call = context.call(context.peers("worker")[0], Worker.use_context)
+        assert Worker.in_use.wait(30)
+        here.kill("worker_0")
+        with pytest.raises(RuntimeError) as raised:
+            call.result()
+        return {"error": type(raised.value).__name__}
+
+    assert run(lead, tmp_path)["result"]["error"] == "PeerLostError"
 
 
 @pytest.mark.parametrize("waits", ["computes", "for a queue", "for a drain", "for a call", "for a lost peer"])
@@ -224,6 +269,31 @@ def test_a_drained_run_goes_on_at_its_next_start(tmp_path: Path) -> None:
     assert run(lead, tmp_path)["state"] == "stopped"
     assert run(lead, tmp_path)["result"]["steps"] == 300
     assert begun == [*range(1, 301)]
+
+
+def test_a_run_goes_on_with_fewer_members(tmp_path: Path) -> None:
+    def lead(context: Any, here: InProcessRun) -> dict[str, int]:
+        for step in steps(context, 300):
+            if step == 20 and len(context.peers("worker")) == 3:
+                here.drain()
+        return {"workers": len(context.peers("worker"))}
+
+    assert run(lead, tmp_path, workers=3)["state"] == "stopped"
+    assert run(lead, tmp_path, workers=1)["result"]["workers"] == 1
+
+
+def test_a_member_that_leaves_comes_back_if_it_is_wanted_again(tmp_path: Path) -> None:
+    def lead(context: Any, here: InProcessRun) -> dict[str, int]:
+        left = threading.Event()
+        context.on_lost(lambda _: left.set())
+        here.scale("worker", 1)
+        here.scale("worker", 3)
+        for _ in steps(context, 100_000):
+            if left.is_set() and len(context.peers("worker")) == 3:
+                break
+        return {"workers": len(context.peers("worker"))}
+
+    assert run(lead, tmp_path)["result"]["workers"] == 3
 
 
 def test_members_join_and_leave(tmp_path: Path) -> None:

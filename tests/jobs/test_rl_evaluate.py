@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ from rolecall import ProgramError, UsageError, __main__
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.errors import FAILED
 from rolecall.jobs import rl
-from rolecall.jobs.rl import RlSettings, envs, evaluate, model
+from rolecall.jobs.rl import RlSettings, envs, evaluate, model, processes
 from rolecall.jobs.rl.evaluate import GROUP_SIZE
 from rolecall.jobs.rl.stepping import BrokenEnvError
 
@@ -490,3 +491,21 @@ def test_a_broken_environment_is_one_line(saved: Path, capsys: pytest.CaptureFix
     assert __main__.main(["eval", "rl", "--checkpoint", str(saved), *NAMED]) == FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(r"rolecall: ENV_ID=Wheel-v0: environment \d+, step 4 .*: the wheel came off$", line)
+
+
+def test_an_interrupt_while_a_process_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread the system has take it."""
+    start, started = processes._start, list[Any]()
+
+    def interrupted(*arguments: Any) -> Any:
+        started.append(start(*arguments))
+        thread = threading.Thread(target=signal.raise_signal, args=(signal.SIGINT,))
+        thread.start()
+        thread.join()
+        return started[-1]
+
+    monkeypatch.setattr(processes, "_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(processes.play_each([range(1)], 1, lambda *_: time.sleep(60)))
+    ((_, process),) = started
+    assert not process.is_alive()

@@ -120,8 +120,8 @@ class World:
         if numbers != self.numbers:
             self.numbers = numbers
             lines.append(f"-> {numbers}{', at once' * batch.changed}")
-        if self.workers.deadline < math.inf:
-            lines.append(f"until {self.workers.deadline:g} s")
+        if batch.deadline < math.inf:
+            lines.append(f"until {batch.deadline:g} s")
         return lines + ["done"] * batch.done
 
     def _rank(self, role: str, *words: str) -> None:

@@ -306,6 +306,26 @@ def test_stacks_of_a_hanging_worker_are_logged(
 # ---- the fork server
 
 
+def test_an_end_is_reported_though_what_it_has_left_cannot_be_cleared(
+    monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]
+) -> None:
+    def clear(_: int) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(worker_process, "_run", sleeps)
+    monkeypatch.setattr(fork_server, "clear", clear)
+
+    async def play() -> WorkerStatus:
+        worker = Handle(TASK)
+        await worker.start()
+        worker.kill("stopped")
+        await asyncio.wait_for(worker.ended.wait(), 10)
+        return worker.life.status()
+
+    assert asyncio.run(play()).outcome == "stopped"
+    assert [event["problem"] for event in logged if event["log_level"] == "error"] == ["can't start new thread"]
+
+
 def test_a_fork_server_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_run", sleeps)
 

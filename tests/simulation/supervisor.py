@@ -181,8 +181,8 @@ class Supervisor(Process):
             self.clock.at(0, self, self._acted)
         if self.processes.keys() != self.workers.lives.keys():
             self.processes = {number: self.processes[number] for number in self.workers.lives}
-        if self.workers.deadline < self._due:
-            self._due = min(self.workers.deadline, self.now + TICK_SECONDS)
+        if batch.deadline < self._due:
+            self._due = min(batch.deadline, self.now + TICK_SECONDS)
             self.at(self._due, self._pass_time, self._due)
 
     def _pass_time(self, due: float) -> None:

@@ -69,7 +69,6 @@ def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -
     leaves the debugger. Raises UsageError within another one's block."""
     if not _taken.acquire(blocking=False):
         raise UsageError("a job runs in this process already; wait for its end, or run one without --in-process")
-    threads.follow()
     pool, apart.run = apart.run, _run_apart
     torch_threads, switching, hook = torch.get_num_threads(), sys.getswitchinterval(), sys.breakpointhook
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -83,7 +82,8 @@ def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -
         terminal = Terminal(quit)
         sys.breakpointhook = lambda *_, **__: Debugger(terminal).set_trace(sys._getframe(1))
     try:
-        yield
+        with threads.followed():
+            yield
     finally:
         apart.run = pool
         _taken.release()

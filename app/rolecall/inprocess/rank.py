@@ -86,6 +86,7 @@ class Client:
 class ThreadCoordinator(Coordinator):
     """Its members are in this process."""
 
+    members_outlive_it = False
     serving: asyncio.Future[Coordinator]
 
     async def _serve(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class InProcessRun:
         self._stream = stream
         self._ranks: dict[Key, ThreadSupervisor] = {}
         self._tasks: dict[Key, asyncio.Task[int]] = {}
+        self._wanted: dict[str, int] = {}  # of roles that were scaled
         self.leaving = self._left_debugger = False
         self._count = 0  # of ranks, so far
 
@@ -92,7 +93,8 @@ class InProcessRun:
     def _start(self, key: Key) -> None:
         rank = self._ranks[key] = ThreadSupervisor(self._shared, Identity(*key), self._count)
         self._count += 1
-        self._tasks[key] = asyncio.create_task(rank.run(), name=name_of(key))
+        task = self._tasks[key] = asyncio.create_task(rank.run(), name=name_of(key))
+        task.add_done_callback(lambda task: self._ended(key, task))
         self._changed.set()
 
     async def _until_over(self) -> int:
@@ -165,11 +167,19 @@ class InProcessRun:
         self._loop.call_soon_threadsafe(self._scale, role, count)
 
     def _scale(self, role: str, count: int) -> None:
+        self._wanted[role] = count
         here = {key for key, task in self._tasks.items() if key[0] == role and not task.done()}
         for key in here:
             if key[1] >= count:
                 self._ranks[key].leave("scale")
         for key in {(role, ordinal) for ordinal in range(count)} - here:
+            self._start(key)  # the others once they have left, if they do
+
+    def _ended(self, key: Key, task: asyncio.Task[int]) -> None:
+        """A rank has ended. One that has left is started again if it is wanted by now."""
+        member, in_order = self._ranks[key].member, not task.cancelled() and not task.exception() and not task.result()
+        over = self.leaving or (member.directive is not None and member.directive.kind in OVER)
+        if member.hurried and in_order and not over and key[1] < self._wanted.get(key[0], 0):
             self._start(key)
 
 
@@ -186,7 +196,7 @@ def run_in_process(
     run = InProcessRun(job, settings, describe.of_job(job, settings, name))
     if started:
         started(run)
-    code = _block(run.run())
+    code = _block(run)
     if code == FAILED:
         raise ProgramError(run.failure) from run.raised
     if code not in (0, INTERRUPTED) or run.summary is None:
@@ -194,10 +204,19 @@ def run_in_process(
     return run.summary
 
 
-def _block(coroutine: Coroutine[Any, Any, int]) -> int:
+def _block(run: InProcessRun) -> int:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
+        return asyncio.run(run.run())
     with ThreadPoolExecutor(1) as thread:  # this one has a loop, as in a notebook
-        return thread.submit(asyncio.run, coroutine).result()
+        code = thread.submit(asyncio.run, run.run())
+        try:
+            return code.result()
+        except KeyboardInterrupt:  # Ctrl-C drains; the next one ends the run at once
+            run.drain()
+            try:
+                code.result()
+            except KeyboardInterrupt:
+                run.drain()
+            raise

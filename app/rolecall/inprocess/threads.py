@@ -95,9 +95,14 @@ def labels() -> dict[str, Any]:
     return threads.labels if threads else {}
 
 
-def follow() -> None:
-    """From now on, threads that a worker's threads start are its own too."""
+@contextlib.contextmanager
+def followed() -> Iterator[None]:
+    """Within the block, threads that a worker's threads start are its own too."""
     threading.Thread.start = _start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = start_alone  # type: ignore[method-assign]
 
 
 def _start(self: threading.Thread) -> None:

@@ -190,9 +190,11 @@ class WorkerThreads(WorkerProcess):
             if self._code is not None:
                 return
             self._code = code
+        if context := self._host.context:
+            context.dispatcher.close()
         self._end_of_worker.close()
-        if self._host.context:
-            self._host.context.group.use(None)
+        if context:
+            context.group.use(None)
         start_alone(threading.Thread(target=self._finish, name=f"end of {self._threads.name}", daemon=True))
 
     def _finish(self) -> None:

@@ -14,7 +14,7 @@ A worker's states, and what moves it on; a message in capitals is sent by the su
 | none | the rank has no worker | loading, joining: it is forked |
 | loading | it makes its role's object, or checks the settings | ready: loaded; joining: ATTACH |
 | ready | it has no generation; a spare stays here until it takes a worker's place | joining: ATTACH |
-| joining | it meets the workers of its generation | running: connected |
+| joining | it meets the workers of its generation | running: connected; draining: connected after DRAIN |
 | running | it takes part in the generation | draining: DRAIN; leaving: DETACH; ready: detached (a peer was lost) |
 | draining | it writes the last checkpoint | running: drain refused; leaving: DETACH; ended: result |
 | leaving | it leaves its generation, and is killed if it does not by a deadline | ready: detached; joining: ATTACH |

@@ -79,6 +79,7 @@ class WorkerLife:
         self.step = 0
         self.summary: dict[str, object] = {}
         self.drains_failed = 0
+        self._drains = False  # DRAIN was sent, and not refused
         self.lost_peers: tuple[LostPeer, ...] = ()
         self.phase, self.phase_since = "checking" if check else "", now
         self.long_calls: tuple[Reported, ...] = ()  # as of the last message
@@ -179,12 +180,13 @@ class WorkerLife:
             case messages.Loaded():
                 self._move(self.state == "loading", "ready")
             case messages.Connected(generation, join):
-                self._move(self.state == "joining" and self._is_part(generation, join), "running")
+                met: WorkerState = "draining" if self._drains else "running"
+                self._move(self.state == "joining" and self._is_part(generation, join), met)
             case messages.Detached(generation, join, problem):
                 if self.attached and self._is_part(generation, join):
                     self._left(problem or self._leave_because)
-            case messages.DrainRefused(problem):
-                self.drains_failed, self.error, self.changed = self.drains_failed + 1, problem, True
+            case messages.DrainRefused():  # the worker has logged why
+                self.drains_failed, self._drains, self.changed = self.drains_failed + 1, False, True
                 self._move(self.state == "draining", "running")
             case messages.PeerLost(peer, replace):
                 self.lost_peers += (LostPeer(Join(peer.role, peer.ordinal, peer.join), replace),)
@@ -227,6 +229,7 @@ class WorkerLife:
         if self.alive:
             self.generation, self.join, self.state = attachment.generation, attachment.me.join, "joining"
             self.drains_failed, self.lost_peers = 0, ()
+            self._drains = False
             self._departure, self._leave_because, self._leave_by = ("", ""), "", math.inf
             if not self.outcome:  # otherwise it has sent its result, and exits: it ends as this part
                 self.error, self.step, self.summary = "", 0, {}
@@ -238,6 +241,7 @@ class WorkerLife:
         if self.attached:
             self._do(Send(messages.Update(attachment)))
             if drain:
+                self._drains = True
                 self._do(Send(messages.Drain()))
                 self._move(self.state == "running", "draining")
 

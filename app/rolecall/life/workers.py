@@ -15,7 +15,7 @@ from typing import Literal
 from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, OVER, Directive, Key, Outcome, WorkerStatus, name_of
+from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, MET, OVER, Directive, Key, Outcome, WorkerStatus, name_of
 from rolecall.life import process
 from rolecall.life.process import Exit, WorkerLife
 from rolecall.messages.worker import FromWorker
@@ -137,10 +137,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Batch:
-    """What is to be done now, in order. `changed`: the status is another one. `done`: the action, or the check, that
-    was under way is carried out."""
+    """What is to be done now, in order, and when `tick` is due. `changed`: the status is another one. `done`: the
+    action, or the check, that was under way is carried out."""
 
     effects: tuple[Effect, ...] = ()
+    deadline: float = math.inf
     changed: bool = False
     done: bool = False
 
@@ -164,6 +165,7 @@ class RankWorkers:
         self._place: Key | None = None  # of the spares
         self._spare_failures, self._spare_at = 0, -math.inf  # in a row; when the next one may load
         self._closed = False
+        self._spares_by = math.inf  # when a rank that ends leaves spares behind
         self._action: Action | None = None  # being carried out
         self._handing: Literal["", "under way", "over"] = ""  # of what was traced
         self._checked = {role}  # roles whose settings were checked since the gang assigned them
@@ -200,17 +202,17 @@ class RankWorkers:
         changed |= self.worker is not None and self.worker.changed
         for life in self.lives.values():
             life.changed = False
-        return Batch(effects, changed, done)
+        return Batch(effects, self._deadline(), changed, done)
 
-    @property
-    def deadline(self) -> float:
-        """When `tick` is due."""
+    def _deadline(self) -> float:
         deadlines = [life.deadline for life in self.lives.values()]
         if self._check:
             limit = self._check.began + self.times.phase_timeout if self._check.tries else math.inf
             deadlines += [self._check.log_at, limit]
         if self._wants_spare and not self._loading_spare:
             deadlines.append(self._spare_at)
+        if self.spares and not self._handing:
+            deadlines.append(self._spares_by)
         return min(deadlines, default=math.inf)
 
     # ---- orders
@@ -379,7 +381,7 @@ class RankWorkers:
         if number != self.current:
             if before == "loading" and life.state == "ready":
                 self._spare_failures = 0
-        elif life.state == "running" and before == "joining" and self._attached_at is not None:
+        elif life.state in MET and before == "joining" and self._attached_at is not None:
             self._effects.append(Joined(now - self._attached_at))
             self._attached_at = None
         elif life.state == "ready" and before != "ready" and life.status().outcome == "lost":
@@ -399,6 +401,7 @@ class RankWorkers:
 
     def suspended(self, seconds: float) -> None:
         """This process, and perhaps its workers, did not run for so long: that counts for no deadline."""
+        self._spares_by += seconds
         for life in self.lives.values():
             life.suspended(seconds)
         if self._check:
@@ -488,9 +491,10 @@ class RankWorkers:
         if self._check or (self.worker and self.worker.alive):
             return False
         if directive.kind in (*OVER, "leave"):
-            self._closed = True
-            self._close_spares()
-            if self.spares:
+            if not self._closed:
+                self._closed, self._spares_by = True, now + self.times.lease
+                self._close_spares()
+            if self.spares and now < self._spares_by:
                 return False
             if not self._handing:
                 self._handing = "under way"

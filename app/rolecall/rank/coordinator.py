@@ -64,6 +64,8 @@ class Coordinator:
     `start` takes the run's directory and the port, `loops` keep it going. `settled` is called, again and again, once
     the job is over and no member needs this rank."""
 
+    members_outlive_it = True  # so the next one waits for those of the last generation
+
     def __init__(
         self,
         job: Description,
@@ -106,7 +108,7 @@ class Coordinator:
             self._incarnation,
             time.monotonic(),
             last=last.number,
-            previous=last.members,
+            previous=last.members if self.members_outlive_it else (),
             done=done,
             job=self.job.identity,
             settings=self.job.agreement(self.settings),

@@ -62,6 +62,7 @@ class WorkerManager:
         self._changed, self._tunnel = changed, tunnel
         self._batches = deque[Batch]()  # to be done, one after the other
         self._performing = False
+        self._deadline = math.inf  # of the newest batch
         self._progress = asyncio.Event()  # a batch was done
         self._carried_out: asyncio.Future[None] | None = None  # the action, or the check, under way
         self._timer: asyncio.TimerHandle | None = None
@@ -243,6 +244,7 @@ class WorkerManager:
                     self._handing = asyncio.create_task(self._hand_over())
                 case life.Refuse(problem, settings):
                     self._settle(UsageError(problem) if settings else RankError(problem))
+        self._deadline = batch.deadline
         self.metrics.spare_workers.set(len(self.core.ready_spares))
         if batch.changed:
             self._changed()
@@ -261,8 +263,8 @@ class WorkerManager:
             self._timer.cancel()
             self._timer = None
         now = self._now()
-        if self.core.deadline < math.inf:
-            seconds = min(max(self.core.deadline - now, 0.0), TICK_SECONDS)
+        if self._deadline < math.inf:
+            seconds = min(max(self._deadline - now, 0.0), TICK_SECONDS)
             self._due = now + seconds
             self._timer = asyncio.get_running_loop().call_later(seconds, self._tick)
 

@@ -199,12 +199,17 @@ class WorkerProcess:
     async def _end(self) -> None:
         self._read()
         self._close()
-        await asyncio.to_thread(self._process.join, 2)
-        code = self._process.exitcode
-        await asyncio.to_thread(fork_server.clear, self._pid)  # the next worker begins after that
-        # its last report may be older than its metrics, which before its first one may be of the worker before
-        step = telemetry.step_in(self.task.directory) if self.life.step and self.task.directory else 0
-        self._perform(self._workers.exited(self.number, Exit(code, self._killer(code), step), time.monotonic()))
+        exit = Exit(None)
+        try:
+            await asyncio.to_thread(self._process.join, 2)
+            code = self._process.exitcode
+            # its last report may be older than its metrics, which before its first one may be of the worker before
+            step = telemetry.step_in(self.task.directory) if self.life.step and self.task.directory else 0
+            exit = Exit(code, self._killer(code), step)
+            await asyncio.to_thread(fork_server.clear, self._pid)  # the next worker begins after that
+        except Exception as error:  # no file or thread is left, perhaps: it has ended all the same
+            telemetry.log().error("what the worker has left behind may live on", problem=str(error))
+        self._perform(self._workers.exited(self.number, exit, time.monotonic()))
 
     def _close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._connection.fileno())

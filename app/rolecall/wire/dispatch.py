@@ -367,11 +367,11 @@ class Dispatcher:
             return
 
     def close(self) -> None:
-        """Ends its threads, once all links are closed."""
+        """Ends its threads. It answers nothing any more."""
         self.stop_turns()
         with self._lock:
-            self._closed = True
-            if self._loop:
+            closed, self._closed = self._closed, True
+            if self._loop and not closed:
                 self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _answer_later(self, call: Call, future: concurrent.futures.Future[Any], span: Span | NoopSpan) -> None:
@@ -445,6 +445,8 @@ class Dispatcher:
 
     def _send(self, call: Call, kind: Kind, content: Encoded, waits: bool) -> None:
         """Sends what a call ended with. It holds no place among those that run meanwhile."""
+        if self._closed:
+            return  # what the end of this worker makes its methods raise is no answer: its callers lose it
         link, nbytes = call.link, content.nbytes
         if following := self._leave(call, nbytes):
             apart.run(self._work, following)

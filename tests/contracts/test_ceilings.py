@@ -11,8 +11,8 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 # lines of Python in each folder; a comment says why one was raised
 ROOMS = {
     "rolecall": 1990,
-    "rolecall/checkpoint": 2050,
-    "rolecall/context": 2900,
+    "rolecall/checkpoint": 2390,  # what members keep
+    "rolecall/context": 2920,  # `keep`
     "rolecall/declare": 1470,
     "rolecall/export": 920,
     "rolecall/gang": 2300,
@@ -33,7 +33,7 @@ ROOMS = {
     "rolecall/observe/sinks": 690,
     "rolecall/observe/stacks": 630,
     "rolecall/observe/trace": 810,
-    "rolecall/rank": 4670,  # effects that raise, pauses, and ends that are noticed before an order
+    "rolecall/rank": 4680,  # effects that raise, pauses, and ends that are noticed before an order
     "rolecall/record": 1380,
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2030,

@@ -35,6 +35,7 @@ class Sharded:
         self.settings: Settings = context.settings
         self._step: int | None = None  # of the newest order
         self._attempts = dict[str, int]()  # earlier orders of the newest checkpoint, by its name
+        self._captured: list[Peer] = []  # whose shares the newest checkpoint has
         self._collected: tuple[int, Written] | None = None  # the newest, of all members
         self._mark = Path()  # of the newest order
         self.restored = False
@@ -81,7 +82,7 @@ class Sharded:
             drain=self.context.draining,
             attempt=self._attempts[stem],
         )
-        self._each(Shares.begin, self.name, order)
+        self._captured = [peer for peer, _ in self._each(Shares.begin, self.name, order)]
         self._step = step
 
     def collect(self, step: int) -> Written:
@@ -92,7 +93,7 @@ class Sharded:
             return self._collected[1]
         stem, self._step = self.checkpoints.stem(step), None
         try:
-            shares = [self._collect(stem, peer) for peer in self._members]
+            shares = [self._collect(stem, peer) for peer in self._captured]
         except CallError as error:
             raise CheckpointError(f"{stem}: {error}") from error
         files = [file for share in shares for file in share.files]

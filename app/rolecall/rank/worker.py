@@ -209,9 +209,23 @@ def _make(context: Context[Any], role: Role, attacher: Attacher) -> Callable[[],
         refusal = f"role {role.name} has no class, and so no methods"
         attacher.provide(functools.partial(context.dispatcher.serve, None, refusal))
         return functools.partial(run, context) if run else None
+    context.constructing = True
     target: Any = cast(Any, run)(context)
-    attacher.provide(functools.partial(context.serve, target), getattr(target, "attached", None))
+    context.constructing = False
+    attached = getattr(target, "attached", None)
+    if context.kept is None:
+        attacher.provide(functools.partial(context.serve, target), attached)
+    else:
+        attacher.provide(functools.partial(context.serve, target), functools.partial(_attach, attached))
     return cast(Callable[[], Any], target.run) if hasattr(run, "run") else None
+
+
+def _attach(attached: Callable[[Any], object] | None, context: Context[Any]) -> None:
+    """Calls the object's method `attached`, and then sets what it keeps."""
+    if attached:
+        attached(context)
+    assert context.kept is not None
+    context.kept.load()
 
 
 def _checkpoints(host: Host, pipe: WorkerEnd) -> Checkpoints:

@@ -102,7 +102,8 @@ class Job:
 
     `score` labels the curve that `Context.log` draws, of which lower is better if `lower` is set; `unit` is what
     its `done` counts. With `torch_rpc`, which may be a function of the settings, workers start torch's RPC too.
-    Without `rpc`, workers do not connect: the roles' functions do, through `Context.adopt`.
+    Without `rpc`, workers do not connect: the roles' functions do, through `Context.adopt`. Without `steps`, the job is
+    a service, which makes no progress: PROGRESS_TIMEOUT is the time after which earlier deaths are forgotten.
     """
 
     roles: Sequence[Role]
@@ -121,6 +122,7 @@ class Job:
     rpc: bool = True
     torch_rpc: bool | Callable[[Any], bool] = False
     layout: int = 1
+    steps: bool = True
 
     def __post_init__(self) -> None:
         for problem in (*self._problems_of_settings(), *self._problems_of_roles(), *self._problems_of_metrics()):

@@ -23,7 +23,7 @@ class Model:
     @remote(idempotent=True)  # called again at another model, if this one is lost
     def predict(self, rows: list[list[float]]) -> list[float]:
         with torch.inference_mode():
-            return self.network(torch.tensor(rows))[:, 0].tolist()
+            return self.network(torch.tensor(rows, dtype=torch.float))[:, 0].tolist()
 
 
 async def serve(context: Context[Serve]) -> None:

@@ -21,6 +21,7 @@ from rolecall.context.group import Group
 from rolecall.context.progress import Progress, Supervision
 from rolecall.context.queues import Queue
 from rolecall.context.services import Services
+from rolecall.context.shared import SharedArguments
 from rolecall.context.training import Training
 from rolecall.context.watchdog import Phase, Watchdog
 from rolecall.context.weights import Publisher, Weights
@@ -90,7 +91,7 @@ class Context(Calls, Training, Generic[S]):
         self.services = Services(group, progress, lambda: int(self.torch.start_store()))
         self.weights = Publisher(group, metrics)
         offered = self.services, group.queues, self.shares, self.weights.holdings, self.weights.registry
-        self.dispatcher = Dispatcher(self.me.name, *offered)
+        self.dispatcher = Dispatcher(self.me.name, *offered, SharedArguments())
 
     # ---- identity and peers
 

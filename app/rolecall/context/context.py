@@ -22,6 +22,7 @@ from rolecall.context.group import Group
 from rolecall.context.progress import Progress, Supervision
 from rolecall.context.queues import Queue
 from rolecall.context.services import Services
+from rolecall.context.shared import SharedArguments
 from rolecall.context.training import Training
 from rolecall.context.watchdog import Phase, Watchdog
 from rolecall.context.weights import Publisher, Weights
@@ -94,7 +95,8 @@ class Context(Calls, Training, Generic[S]):
         self.constructing = False  # its role's class makes the object
         self.kept_states = KeptStates(self) if checkpoints else None
         offered = self.services, group.queues, self.shares, self.weights.holdings, self.weights.registry
-        self.dispatcher = Dispatcher(self.me.name, *offered, *([self.kept_states] if self.kept_states else []))
+        mine = [self.kept_states] if self.kept_states else []
+        self.dispatcher = Dispatcher(self.me.name, *offered, SharedArguments(), *mine)
 
     # ---- identity and peers
 

@@ -233,10 +233,10 @@ def test_population_based_training_survives_kills(tmp_path: Path) -> None:
     def hurt(here: InProcessRun) -> None:
         def kills() -> None:
             for name in ("trainer_1", "lead_0", "trainer_2", "lead_0"):
-                if ended.wait(0.3):
-                    return
-                with contextlib.suppress(UsageError):  # it has no worker now
-                    here.kill(name)
+                while not ended.wait(0.2):
+                    with contextlib.suppress(UsageError):  # it has no worker now
+                        here.kill(name)
+                        break
 
         threading.Thread(target=kills, daemon=True).start()
 

@@ -10,20 +10,20 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 
 # lines of Python in each folder; a comment says why one was raised
 ROOMS = {
-    "rolecall": 1990,
+    "rolecall": 2020,
     "rolecall/checkpoint": 2390,  # what members keep
     "rolecall/context": 3390,  # maps, first answers, what members keep
-    "rolecall/declare": 1490,
+    "rolecall/declare": 1540,
     "rolecall/export": 920,
     "rolecall/gang": 2300,
-    "rolecall/inprocess": 940,  # one process for debugging and tests
+    "rolecall/inprocess": 960,  # one process for debugging and tests
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
     "rolecall/jobs/rl": 4260,
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
-    "rolecall/launch": 2410,
+    "rolecall/launch": 3080,
     "rolecall/life": 1080,  # what rank decided before, and its table of states
     "rolecall/links": 880,  # the decisions of a map
     "rolecall/messages": 570,  # the declarations and codecs of six rooms

@@ -56,14 +56,16 @@ class Terminal:
         telemetry.log().warning(f"breakpoint at {place}: {command}")
         path = control.debugger(Path(tempfile.gettempdir()), self.member)
         path.unlink(missing_ok=True)  # of a worker that was killed
+        problem = f"nobody has attached for {ATTACH_SECONDS:g} s"
         try:
             with unix_listener(path) as listener:
                 self._socket = _accept(listener, time.monotonic() + ATTACH_SECONDS)
-        except OSError as error:
-            telemetry.log().warning(f"breakpoint at {place}: goes on; no debugger can attach: {error}")
+        except OSError as error:  # a socket's path has at most 107 characters
+            problem = f"nobody can attach: {error}"
         finally:
             path.unlink(missing_ok=True)
         if self._socket is None:
+            telemetry.log().warning(f"{self.member} goes on from {place}: {problem}")
             self._debugging(False)
             return False
         threading.Thread(target=self._watch, args=(self._socket,), name="debugger", daemon=True).start()
@@ -144,7 +146,6 @@ class Debugger(pdb.Pdb):
             if self._terminal.attach(_place_of(args[0])):
                 super().interaction(*args)
             else:
-                telemetry.log().warning(f"{self._terminal.member} goes on: nobody attached in {ATTACH_SECONDS:g} s")
                 self._go_on()
 
     def set_quit(self) -> None:

@@ -49,6 +49,9 @@ COMMANDS = {
         "rolecall.observe.trace.command", "what all ranks do and wait for, as one file for Perfetto, or as a table"
     ),
     "stacks": Command("rolecall.observe.stacks.command", "the stacks of all ranks, and who waits for whom"),
+    "debug": Command(
+        "rolecall.launch.debugger", "attach the terminal to a rank of a local run: pdb, where it is stopped"
+    ),
     "ps": Command("rolecall.launch.commands", "the processes of a local run", "ps", "ps_parser"),
     "kill": Command(
         "rolecall.launch.commands",

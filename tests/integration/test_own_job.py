@@ -205,23 +205,6 @@ def test_the_examples_of_the_page_on_jobs_finish(
         assert (job.checkpoints / "files" / "model.pt").exists()
 
 
-def test_what_rolecall_new_writes_passes_its_own_test(tmp_path: Path) -> None:
-    assert command(tmp_path, "new", "fresh_job").returncode == 0
-    (tmp_path / "bin").mkdir()
-    program = tmp_path / "bin" / "rolecall"
-    program.write_text(f'#!/bin/sh\nexec {" ".join(COMMAND)} "$@"\n')
-    program.chmod(0o755)
-    path = f"{program.parent}:{os.environ['PATH']}"
-    run = commands.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "fresh_job"],
-        cwd=tmp_path,
-        env={**os.environ, **QUICK, "PATH": path},
-        timeout=5 * DEADLINE,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "2 passed" in run.stdout
-
-
 HANGING = ROOT / "tests" / "integration" / "hanging.py"
 
 

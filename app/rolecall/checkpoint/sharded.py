@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import secrets
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from rolecall.config import Settings
 from rolecall.declare.task import Peer
 from rolecall.errors import CallError, CallTimeoutError, PeerLostError, RemoteError, UsageError
 from rolecall.record import rundir
+from rolecall.wire import clock
 
 
 class Sharded:
@@ -105,7 +105,7 @@ class Sharded:
 
     def _collect(self, stem: str, peer: Peer) -> Written:
         """Waits for the files of `peer`. Raises CheckpointError, as if nothing moves for PHASE_TIMEOUT."""
-        limit, done, moved = self.settings.phase_timeout, -1, time.monotonic()
+        limit, done, moved = self.settings.phase_timeout, -1, clock.now()
         while True:
             match self._ask(peer, Shares.written, self.name, stem)():  # while training goes on
                 case Written() as written:
@@ -113,8 +113,8 @@ class Sharded:
                 case Problem(text):
                     raise CheckpointError(text)
                 case more if more != done:
-                    done, moved = more, time.monotonic()
-                case _ if time.monotonic() - moved > limit:
+                    done, moved = more, clock.now()
+                case _ if clock.now() - moved > limit:
                     raise CheckpointError(
                         f"{stem}: {peer.name} has written nothing for PHASE_TIMEOUT={limit:g} s; is its disk hanging?"
                     )

@@ -18,6 +18,7 @@ from typing import Literal
 from rolecall.record import pending_calls
 from rolecall.record.pending_calls import PendingCall
 from rolecall.record.recorder import recorder
+from rolecall.wire.clock import now
 from rolecall.wire.messages import Deadline
 
 Phase = Literal["loading", "restoring", "compiling", "evaluating", "saving"]
@@ -62,7 +63,7 @@ class Watchdog:
         phase_timeout: float,
         stuck_seconds: float,
         limit_loading: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = now,
     ) -> None:
         self._phase_timeout, self._stuck_seconds = phase_timeout, stuck_seconds
         self._limit_loading, self._clock = limit_loading, clock

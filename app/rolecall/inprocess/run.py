@@ -64,6 +64,7 @@ class InProcessRun:
         self._ranks: dict[Key, ThreadSupervisor] = {}
         self._tasks: dict[Key, asyncio.Task[int]] = {}
         self.leaving = self._left_debugger = False
+        self.stepped: Callable[[int], None] = lambda step: None  # told of each step that rank 0 has made, in its thread
         self._count = 0  # of ranks, so far
 
     async def run(self) -> int:
@@ -74,7 +75,7 @@ class InProcessRun:
             tempfile.TemporaryDirectory(prefix="rolecall-") as folder,
         ):
             number = secrets.randbelow(2**31)
-            self._shared = Shared(self.job, self.description, self.settings, Path(folder), number)
+            self._shared = Shared(self.job, self.description, self.settings, Path(folder), number, stepped=self.stepped)
             for role in self.description.roles:
                 for ordinal in range(role.count):
                     self._start((role.name, ordinal))

@@ -31,7 +31,7 @@ from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Peer, Task
 from rolecall.errors import Drained, PeerLostError, UsageError
 from rolecall.messages.worker import RecordTrace, Result
-from rolecall.rank import stack_dump
+from rolecall.rank import debugging, stack_dump
 from rolecall.rank.attaching import Attacher
 from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
@@ -110,7 +110,11 @@ def main(task: Task, connection: Connection) -> None:
     )
     pipe = WorkerEnd(connection, task, None if task.check else watchdog)
     if not config.exported("PYTHONBREAKPOINT"):
-        sys.breakpointhook = pipe.refuse_breakpoint
+        if debugging.possible() and not task.check:
+            member = Peer(task.role, task.ordinal, UNKNOWN_RANK).name
+            debugging.install(debugging.Terminal(settings.checkpoint_dir, member, pipe.report_debugging))
+        else:
+            sys.breakpointhook = pipe.refuse_breakpoint
     run(host, lambda: registry.get(task.job), pipe, watchdog)
 
 

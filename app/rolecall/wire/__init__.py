@@ -2,6 +2,7 @@
 
 apart.py       Runs what may take long, or call the user's code, apart from threads that others wait for
 calls.py       The wire of one worker, driven by `links/`: links to peers, calls that it makes, and that it carries out
+clock.py       The time that deadlines of calls and steps run by
 codec.py       Encodes values as pickle 5 with their large buffers beside it
 connecting.py  Connections between workers: Unix sockets, TLS, or unencrypted
 dispatch.py    Runs the calls that arrive: in the thread that read them, the main thread, or an event loop; their stacks

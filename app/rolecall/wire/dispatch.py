@@ -23,7 +23,7 @@ from rolecall.declare import loader
 from rolecall.declare.remote import MARK, Remote, find, remote, serial_names
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.record.recorder import NOOP, NoopSpan, Span
-from rolecall.wire import apart, tracing
+from rolecall.wire import apart, clock, tracing
 from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
@@ -51,7 +51,7 @@ class Handover(Generic[T]):
 
 @dataclass(eq=False)
 class Call:
-    """A call that arrived and has not ended. `expires` and `arrived_ns` are of the monotonic clock."""
+    """A call that arrived and has not ended. `expires` and `begun` are times of `clock`."""
 
     link: Link
     number: int
@@ -68,7 +68,7 @@ class Call:
     @property
     def given_up(self) -> bool:
         """Whether nobody waits for its answer any more."""
-        return self.cancelled or self.link.ended or self.link.session.ended or time.monotonic() > self.expires
+        return self.cancelled or self.link.ended or self.link.session.ended or clock.now() > self.expires
 
     def cancel(self) -> None:
         """The caller does not wait any more."""
@@ -146,7 +146,7 @@ class Dispatcher:
     def examine(self, caller: str, numbers: tuple[int, ...]) -> Examined:
         """What the calls `numbers` of the member `caller` do."""
         calls = {call.number: call for call in list(self._calls.values()) if call.link.peer == caller}
-        now = time.monotonic()
+        now = clock.now()
         begun = [calls[number].begun if number in calls else None for number in numbers]
         served = self._target is not None or bool(self._refusal)
         return Examined(tuple(None if each is None else now - each for each in begun), served)
@@ -180,7 +180,7 @@ class Dispatcher:
         except BaseException as error:  # whatever unpickling the arguments raises
             self._fail(link, frame.call, self._failure(error))
             return None
-        expires = time.monotonic() + request.seconds if request.seconds else float("inf")
+        expires = clock.now() + request.seconds if request.seconds else float("inf")
         call = Call(link, frame.call, request, expires)
         self._calls[link, frame.call] = call
         return call
@@ -344,7 +344,7 @@ class Dispatcher:
     ) -> concurrent.futures.Future[Any] | None:
         """Calls a method. Returns the future that it has returned, if it has. `waits`: see `_answer`."""
         request = call.request
-        call.begun = time.monotonic()
+        call.begun = clock.now()
         token = serving.set(call.link.session)
         try:
             with tracing.serving(request, waited_ns) as span:
@@ -374,7 +374,7 @@ class Dispatcher:
         answers_here = threading.Event()  # what answers the call was added before its end, and so runs in the loop
 
         async def run() -> Any:
-            call.begun = time.monotonic()
+            call.begun = clock.now()
             if ended and call.cancelled:  # it may have ended for others already
                 ended()
                 raise asyncio.CancelledError
@@ -454,7 +454,7 @@ class Dispatcher:
 
     def _stream(self, call: Call, method: Callable[..., Iterator[Any]], room: threading.Semaphore) -> None:
         request = call.request
-        call.begun = time.monotonic()
+        call.begun = clock.now()
         try:
             with belongs_to(call.link.session), tracing.serving(request) as span:
                 items = method(*request.args, **request.kwargs)

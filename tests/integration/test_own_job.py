@@ -211,13 +211,14 @@ HANGING = ROOT / "tests" / "integration" / "hanging.py"
 @pytest.mark.parametrize("kind", ["role", "future"])
 def test_a_call_that_hangs_is_a_failure_with_evidence(cluster: MakeCluster, kind: str) -> None:
     """The step is made without worker_0, or ends the generation; either way it counts."""
-    job = cluster(JOB=str(HANGING), KIND=kind, RPC_TIMEOUT="0.5", PHASE_TIMEOUT="20", MAX_FAILURES="1")
+    limits = {"RPC_TIMEOUT": "0.2", "STUCK_SECONDS": "1", "PHASE_TIMEOUT": "20", "MAX_FAILURES": "1"}
+    job = cluster(JOB=str(HANGING), KIND=kind, **limits)
     job.start(2, described=True)
     assert [rank.wait() for rank in job.ranks.values()] == [3, 3, 3]
     text = job.first.text()
-    problem = "worker_0 has not answered hang within 0.5 s (RPC_TIMEOUT=0.5"
+    problem = "worker_0 has not answered hang within 1 s (STUCK_SECONDS=1"
     (line,) = [line for line in text.splitlines() if "call timed out" in line]
-    for part in ("peer=worker_0", "function=hang", "deadline_s=0.5", "setting='RPC_TIMEOUT=0.5"):
+    for part in ("peer=worker_0", "function=hang", "deadline_s=1", "setting='STUCK_SECONDS=1"):
         assert part in line
     assert f'File "{HANGING}", line {where("threading.Event().wait()")}, in hang' in text  # its stack
     (failed,) = [line for line in text.splitlines() if "gang failed" in line]

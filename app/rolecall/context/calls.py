@@ -31,7 +31,7 @@ NOT_SERVED = "has turn=True, which rank 0 never serves: the job is over once its
 
 
 class Calls:
-    """Calls of a member's peers, with options: `timeout` in seconds (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no
+    """Calls of a member's peers, with options: `timeout` in seconds (-1: see `call`; in a phase, PHASE_TIMEOUT; 0: no
     deadline), `lost` (see `call_each`), and `role`, which is needed if several roles have the method. `internal` calls
     are of what each worker offers its peers, whatever its role. Calls to a role go only to those members that are in
     `to`, such as `peers(role)[2:5]`, and to no other that joins meanwhile. A `map` has up to `window` calls under way
@@ -96,9 +96,9 @@ class Calls:
         """Calls `method`, named by its class such as `Sampler.hits`, of the peer `to`. Returns a `Future` of its
         answer; of a method with `stream`, a `Stream`. They raise RemoteError for what the method raised, PeerLostError
         for a peer that is gone or silent, and CallTimeoutError for one that is alive and has not answered before the
-        deadline. A `timeout` of yours counts from the call, RPC_TIMEOUT from when the method begins. A call may wait
-        PHASE_TIMEOUT for a peer that loads, and for its turn if it has no `timeout`. A member of an
-        elastic role whose connection is found closed is given up.
+        deadline. A `timeout` of yours counts from the call. Without one, the method may run for STUCK_SECONDS, and a
+        peer that says nothing for RPC_TIMEOUT is lost. A call may wait PHASE_TIMEOUT for a peer that loads, and for its
+        turn if it has no `timeout`. A member of an elastic role whose connection is found closed is given up.
 
         Raises UsageError for what is no method marked by `remote`, and for one with `turn` at rank 0.
         """
@@ -117,7 +117,7 @@ class Calls:
         deadline = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
         request = Request(method.__name__, args, kwargs, deadline.total, internal=self._internal)
         if mark.stream:
-            return group.connected.stream(name, request, deadline)
+            return group.connected.stream(name, request, deadline.running or deadline)
         return group.connected.call(name, request, deadline)
 
     # ---- to a role

@@ -192,7 +192,7 @@ def test_a_rank_keeps_the_source_that_it_was_started_with(cluster: MakeCluster, 
 def test_the_examples_of_the_page_on_jobs_finish(
     cluster: MakeCluster, name: str, settings: dict[str, str], score: str
 ) -> None:
-    """Their code is in docs/job.md."""
+    """Their code is in docs/job-reference.md."""
     job = cluster(JOB=f"examples/{name}.py", **settings).start(2, described=True)
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
     summary = json.loads((job.checkpoints / "summary.json").read_text())

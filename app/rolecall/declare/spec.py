@@ -101,7 +101,7 @@ class Job:
     `training_only` names the sharded values of the state that these functions do not use, and that are not read for
     them, such as a replay buffer.
 
-    Keyword-only parameters of `evaluate` and `complete` are options of `rolecall eval JOB`: see docs/job.md.
+    Keyword-only parameters of `evaluate` and `complete` are options of `rolecall eval JOB`: see docs/job-reference.md.
 
     `score` labels the curve that `Context.log` draws, of which lower is better if `lower` is set; `unit` is what
     its `done` counts. With `torch_rpc`, which may be a function of the settings, workers start torch's RPC too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import runpy
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from rolecall import Context, PeerLostError, RemoteError, UsageError
 from rolecall.context import shared
-from rolecall.inprocess.run import InProcessRun
+from rolecall.inprocess.run import InProcessRun, run_in_process
 from rolecall.links.pool import Lost
 from tests.inprocess.jobs import Worker, run
 from tests.wire.wires import until
@@ -102,6 +103,12 @@ def test_a_map_goes_on_in_the_next_generation_with_what_is_left(tmp_path: Path) 
     result = run(lead, tmp_path)["result"]
     assert (result["answers"], result["generation"]) == (sum(range(40)) * 2, 2)
     assert len(called) == 20 + 30
+
+
+def test_the_example_of_a_pool_finds_the_best_rate(tmp_path: Path) -> None:
+    pool = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "pool.py"))
+    settings = pool["Search"](trials=20, checkpoint_dir=tmp_path)
+    assert run_in_process(pool["JOB"], settings, "pool")["result"]["loss"] < 1e-9
 
 
 def test_the_first_answers_cancel_the_other_calls(tmp_path: Path) -> None:

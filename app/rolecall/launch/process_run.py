@@ -32,6 +32,7 @@ from rolecall.errors import (
     UsageError,
 )
 from rolecall.launch import control
+from rolecall.launch.output import TRACEBACK
 from rolecall.launch.rank_process import INTERRUPTED
 from rolecall.messages.control import KillRank, ListedRank, ListRanks, ScaleRole
 from rolecall.observe import targets
@@ -40,6 +41,7 @@ from rolecall.record import rundir
 STOP_SECONDS = 20.0  # for the process to end its ranks, and itself; it waits for less
 LAST_OUTPUT_SECONDS = 2.0  # for the rest of what it has written
 POLL_SECONDS = 0.02
+REMOTE = "rolecall.RemoteError: "
 SAYS = "rolecall: "  # begins a line of its own
 NO_REASON = ("this run as a page: ", "failed (", "stopping: ")
 
@@ -178,11 +180,12 @@ class ProcessRun:
 
 
 def program_error(reason: str) -> ProgramError:
-    """What a job failed of, whose text may be a traceback of another process."""
-    lines = reason.strip().splitlines() or [""]
-    error = ProgramError(lines[-1] if len(lines) > 1 else reason)
-    if len(lines) > 1:
-        remote = RemoteError(lines[-1])
-        remote.__cause__ = RemoteTraceback(reason.strip())
+    """What a job failed of, chained to the traceback of another process if `reason` has one."""
+    member, divider, rest = reason.strip().partition(f": {TRACEBACK}")
+    last = reason.strip().rpartition("\n")[2]
+    error = ProgramError(last)
+    if divider:
+        remote = RemoteError(last.removeprefix(REMOTE) if last.startswith(REMOTE) else f"{member} raised {last}")
+        remote.__cause__ = RemoteTraceback(f"{TRACEBACK}{rest}")
         error.__cause__ = remote
     return error

@@ -27,9 +27,10 @@ class ThreadRun:
     one needs a process of its own."""
 
     def __init__(self, job: Job, settings: Settings, name: str, show: Callable[[str], None]) -> None:
+        description = describe.of_job(job, settings, name)
         if "checkpoint_dir" not in settings.model_fields_set:
             settings = settings.model_copy(update={"checkpoint_dir": directory_of(registry.name_of(name))})
-        self._run = InProcessRun(job, settings, describe.of_job(job, settings, name), Lines(show))
+        self._run = InProcessRun(job, settings, description, Lines(show))
         self.directory = self._run.directory
         self._begun = threading.Event()
         self._over = False

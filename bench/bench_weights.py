@@ -1,7 +1,7 @@
 """What published weights take to reach eight readers, each behind a link of its own: `make bench-weights`, as root.
 
-A version of 100 MB goes to one reader, and to all; readers send each other what they have (see docs/job.md). Then an
-update of 2 % of the bytes, and all of them as bfloat16 and as int8. For comparison, `star` sends all of it to each
+A version of 100 MB goes to one reader, and to all; readers send each other what they have. Then an update
+of 2 % of the bytes, and all of them as bfloat16 and as int8. For comparison, `star` sends all of it to each
 reader apart. All ranks share this machine's processors: `processor_bound_seconds` is what their work alone takes for
 all readers. The bar of the broadcast holds on the links that take longer than that. The kernel shapes the links,
 without a delay. With BENCH_JSON=FILE each figure is written as it comes.

@@ -20,6 +20,8 @@ from rolecall.wire.session import Session
 from tests.context import contexts
 from tests.context.contexts import Clock, Supervisor
 
+pytest_plugins = ["rolecall.testing", "pytester"]  # an installed Rolecall brings the first
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

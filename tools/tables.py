@@ -49,6 +49,7 @@ ROOMS = (
     "rank",
     "inprocess",
     "launch",
+    "testing",
     "manifests",
     "new",
     "completion",

@@ -137,7 +137,9 @@ class Settings(BaseSettings):
     connect_timeout: Seconds = Field(
         30.0, description="seconds that the workers of a generation have to connect to each other"
     )
-    rpc_timeout: Seconds = Field(10.0, description="deadline of one remote call, in seconds")
+    rpc_timeout: Seconds = Field(
+        10.0, description="seconds within which a peer answers a call, or, if it is asked then, that its method runs"
+    )
     max_message_bytes: int = Field(
         16 * 2**30,
         ge=2**20,
@@ -150,7 +152,8 @@ class Settings(BaseSettings):
     )
     stuck_seconds: Seconds = Field(
         300.0,
-        description="seconds after which a step of rank 0 is stuck, if it also takes ten times as long as recent steps",
+        description="seconds after which a called method is stuck; and a step of rank 0, if it also takes ten times as "
+        "long as recent steps",
     )
     drain_timeout: Seconds = Field(
         20.0, description="seconds to finish the step and leave; a phase such as saving has PHASE_TIMEOUT"
@@ -326,6 +329,11 @@ def job_name() -> str:
 def visible_gpus() -> str | None:
     """CUDA_VISIBLE_DEVICES, CUDA's own variable."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def python_path() -> list[str]:
+    """PYTHONPATH, Python's own variable: folders."""
+    return [str(Path(each).absolute()) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
 
 
 def host_name() -> str:

@@ -45,7 +45,7 @@ def _values(kind: Any) -> set[Any]:
 CAUSES = tuple(sorted(_values(Cause) - {"", "finished"}))
 WORKER_CAUSES = ("killed", "crashed", "failed", "stuck", "silent", "lost", "refused")  # by which a worker may end early
 WORKER_STATES = get_args(WorkerState)
-PHASES = ("none", "checking", "loading", "restoring", "compiling", "evaluating", "saving")
+PHASES = ("none", "checking", "loading", "restoring", "compiling", "evaluating", "saving", "debugging")
 GANG_STATES = get_args(GangState)
 
 

@@ -96,6 +96,7 @@ def test_only_the_members_that_are_named_are_called(context: Context, wire: Wire
     """Of these, not one that was lost and has joined again since."""
     answers = context.options(to=[replace(ONE, join=3), TWO]).call_each(Observer.double, 4)
     assert [to for to, *_ in wire.calls] == ["observer_1"]
+    assert f"{TWO} of {[replace(ONE, join=3), TWO]}" == "observer_1 of [observer_0 (join 3), observer_1]"
     wire.answer("observer_1", 8)
     assert list(answers) == [(TWO, 8)]
     assert list(context.options(to=[]).call_each(Observer.double, 4)) == []

@@ -374,13 +374,14 @@ def test_leaving_member_exits_without_rank0_or_at_the_second_signal() -> None:
     assert (stuck.batch.exit_code, stuck.errors) == (FAILED, 1)
 
 
-def test_leaving_member_waits_while_rank0_is_busy() -> None:
+@pytest.mark.parametrize("why", ["busy", "paused"])
+def test_leaving_member_waits_while_rank0_is_busy(why: str) -> None:
     rank = Rank()
     rank.receive("run", 2, 1)
     rank.member.leave("SIGTERM", 1.0)
     deadline = 1.0 + RULES.drain_timeout + LEASE / 2
     rank.tick(2.0)
-    rank.receive("run", 3, 1, sent_at=2.0, now=2.0, busy=True)
+    rank.receive("run", 3, 1, sent_at=2.0, now=2.0, **{why: True})
     for now in range(3, 203):
         rank.tick(float(now))
     rank.receive("run", 4, 1, sent_at=202.0, now=202.0)

@@ -237,7 +237,7 @@ def directive_of(member: FakeMember, name: str) -> str:
         directive.joined
     )
     words += [f"lost {text_of(directive.lost)}"] if directive.lost else []
-    words += [word for word, said in (("drain", directive.drain), ("busy", directive.busy)) if said]
+    words += [word for word in ("drain", "busy", "paused") if getattr(directive, word)]
     words += [f"code {directive.code}"] if directive.code else []
     words += ["for good"] if directive.final else []
     place = name_of(member.key)

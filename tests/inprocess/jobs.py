@@ -26,6 +26,7 @@ class Worker:
     def __init__(self, context: Context[Workers]) -> None:
         self.context, self.served = context, list[int]()
         self.weights = context.subscribe("weights")
+        self.factors, self.slow, self.cancelled = set[int](), False, False
 
     @remote
     def double(self, number: int) -> int:
@@ -77,6 +78,43 @@ class Worker:
     def weigh(self) -> float:
         self.weights.wait(30)
         return float(self.weights.tensors()[1]["w"].sum())
+
+    @remote(idempotent=True)
+    def scale(self, number: int, factors: torch.Tensor, seconds: float = 0.0) -> float:
+        self.factors.add(id(factors))
+        threading.Event().wait(seconds)
+        return float(number * factors.sum())
+
+    @remote
+    def copies(self) -> int:
+        """How many there were of the factors."""
+        return len(self.factors)
+
+    @remote
+    def need(self, number: int) -> int:
+        if not number:
+            raise ValueError("no such luck")
+        return number
+
+    @remote
+    def name(self, number: int, mark: str) -> str:
+        return f"{self.context.me} {mark}"
+
+    @remote
+    def slow_down(self) -> None:
+        self.slow = True
+
+    @remote
+    async def turtle(self) -> None:
+        try:
+            await asyncio.sleep(30 if self.slow else 0)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+    @remote
+    def gave_up(self) -> bool:
+        return self.cancelled
 
     @remote
     def put(self, name: str, item: Any) -> None:

@@ -5,7 +5,7 @@ calls and links, and when the next deadline is. `pytest tests/links --rewrite` w
 read the difference.
 
     room calls=2 bytes=100              what may be in flight to a peer
-    call b echo 10s wait=5s from-begin  a call of a method at a peer; also internal, urgent, stream, bytes=50
+    call b echo 10s wait=5s from-begin  a call at a peer; also internal, urgent, stream, bytes=50, running=60s
     connected b 1 L1 epoch=2            the attempt 1 to connect to a peer has made the link L1
     not-connected b 1 PROBLEM | flushed L1 | closed L1 PROBLEM
     accepted b L2 epoch=1               a peer has connected to this member
@@ -114,7 +114,9 @@ class World:
         given = dict(word.split("=") for word in words if "=" in word)
         seconds = next((seconds_of(word) for word in words if re.fullmatch(r"[\d.]+s", word)), 0.0)
         wait = seconds_of(given.get("wait", "0"))
-        deadline = Deadline(seconds, "LIMIT", wait=wait, wait_setting="WAIT", from_begin="from-begin" in words)
+        more: dict[str, Any] = {"wait": wait, "wait_setting": "WAIT", "from_begin": "from-begin" in words}
+        running = Deadline(seconds_of(given["running"]), "RUNNING", **more) if "running" in given else None
+        deadline = Deadline(seconds, "LIMIT", running=running, **more)
         kinds = {kind: kind in words for kind in ("internal", "urgent", "stream")}
         call = Call(to, method, deadline, int(given.get("bytes", 0)), **kinds)
         link = self.links.begin(call, self.now)

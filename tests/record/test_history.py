@@ -350,11 +350,10 @@ def test_a_file_that_cannot_be_read_is_kept(tmp_path: Path, monkeypatch: pytest.
 # ---- as the tools of others read it
 
 
-def example(language: str, word: str) -> str:
-    """The example of docs/watch.md in `language` that has `word`."""
+def examples(language: str) -> list[str]:
+    """The examples of docs/watch.md in `language`."""
     blocks = (Path(__file__).resolve().parents[2] / "docs" / "watch.md").read_text().split("```")
-    (block,) = [each for each in blocks[1::2] if each.startswith(f"{language}\n") and word in each]
-    return block.removeprefix(f"{language}\n")
+    return [each.removeprefix(f"{language}\n") for each in blocks[1::2] if each.startswith(f"{language}\n")]
 
 
 @pytest.fixture
@@ -363,18 +362,30 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = journal(tmp_path)
     interrupt(run)
     asyncio.run(run.save())
+    calls = [{"name": "hits", "cat": "client", "dur": dur, "args": {"to": "sampler_0"}} for dur in (1000.0, 3000.0)]
+    (tmp_path / "trace").mkdir()
+    other = {"name": "step", "cat": "internal", "dur": 9.0, "args": {"step": 1}}
+    (tmp_path / "trace" / "trace.json").write_text(json.dumps({"traceEvents": [other, *calls], "metadata": {}}))
     monkeypatch.chdir(tmp_path)
+
+
+CURVE = [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0)]
+ENDED = [(1, "crashed", "")]
 
 
 @pytest.mark.usefixtures("beside")
 def test_pandas_reads_it() -> None:
     pytest.importorskip("pandas")
     scope = dict[str, Any]()
-    exec(example("python", "pandas"), scope)
-    assert [*scope["curve"].items()] == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0)]
+    exec("".join(examples("python")), scope)
+    assert [*scope["curve"].items()] == CURVE
+    assert [*scope["ended"].itertuples(index=False)] == ENDED
+    assert [*scope["slow"].itertuples()] == [(("hits", "sampler_0"), 2, 4000.0, 3000.0)]
 
 
 @pytest.mark.usefixtures("beside")
 def test_duckdb_reads_it() -> None:
     duckdb = pytest.importorskip("duckdb")
-    assert duckdb.sql(example("sql", "history.jsonl")).fetchall() == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0)]
+    curve, ended, slow = (duckdb.sql(example).fetchall() for example in examples("sql"))
+    assert (curve, ended) == (CURVE, ENDED)
+    assert slow == [("hits", "sampler_0", 2, 0.004, 3.0)]

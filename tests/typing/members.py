@@ -21,6 +21,10 @@ class Counter:
     def describe(self, name: str, unit: str = "") -> dict[str, float]:
         return {f"{name} {unit}": float(self.total)}
 
+    @remote(serial=True)
+    async def scored(self, item: str, weights: dict[str, float], *, scale: float = 1.0) -> float:
+        return weights[item] * scale * self.total
+
     @remote(turn=True)
     def reset(self) -> None:
         self.total = 0

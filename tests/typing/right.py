@@ -33,6 +33,16 @@ def to_a_role(context: Context[Settings]) -> None:
     assert_type(calls.call_any(Counter.promised, share=0.5).result(), float)
 
 
+def over_a_role(context: Context[Settings]) -> None:
+    calls = context.options(to=context.peers("counter")[2:5], window=2, lost="skip")
+    assert_type(calls.map(Counter.add, range(10), times=2), Iterator[int])
+    assert_type(list(context.map(Counter.scored, ["a", "b"], {"a": 1.0}, scale=2.0)), list[float])
+    assert_type(dict(calls.map_unordered(Counter.scored, iter("ab"), {"a": 1.0})), dict[str, float])
+    assert_type(list(calls.map(Counter.promised, [0.5])), list[float])
+    assert_type(context.first(2, Counter.add, 1), list[int])
+    assert_type(calls.first(2, Counter.later, "x"), list[str])
+
+
 def waits(context: Context[Settings], peer: Peer) -> list[int]:
     def report(answer: object) -> None:
         print(answer)

@@ -21,6 +21,13 @@ def arguments(context: Context[Settings], peer: Peer) -> None:
     context.call_all(Counter.add, "1")  # wrong
     context.call_each(Counter.describe, "cups", 2)  # wrong
     context.call_any(Counter.reset, 1)  # wrong
+    context.map(Counter.add, ["1"])  # wrong
+    context.map(Counter.add, 1)  # wrong
+    context.map(Counter.scored, ["a"])  # wrong
+    context.map(Counter.scored, ["a"], {"a": 1.0}, window=2)  # wrong: see `options`
+    context.map_unordered(Counter.add, range(3), times="2")  # wrong
+    context.first(Counter.add, 1)  # wrong
+    context.first(2, Counter.add, "1")  # wrong
     context.options(lost="drop")  # wrong
     context.options(timeout="2")  # wrong
 
@@ -38,12 +45,21 @@ def answers(context: Context[Settings], peer: Peer) -> None:
     for who, value in context.call_each(Counter.add, 1):
         who.name + str(value)
         value.upper()  # wrong
+    for score in context.map(Counter.scored, ["a"], {"a": 1.0}):
+        score.upper()  # wrong
+    for item, score in context.map_unordered(Counter.add, [1]):
+        item.upper()  # wrong
+        score.upper()  # wrong
+    context.first(2, Counter.later, "x").result()  # wrong: a list
     print(text, future, number)
 
 
 class Marked:
     @remote(turns=True)  # wrong
     def one(self) -> None: ...
+
+    @remote(serial=1.5)  # wrong
+    def three(self) -> None: ...
 
     @remote(turn="yes")  # wrong
     def two(self) -> None: ...

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -84,6 +86,46 @@ def test_a_turn_that_nobody_waits_for_is_not_taken(wires: Wires) -> None:
     first.result(DEADLINE)
     wires.call("a", "b", "turn", "last").result(DEADLINE)
     assert member(wires).seen == ["first", "last"]
+
+
+class Slow:
+    """It takes 20 ms to be unpickled, while others are read."""
+
+    def __reduce__(self) -> Any:
+        return time.sleep, (0.02,)
+
+
+def test_serial_calls_run_one_at_a_time_in_the_order_in_which_they_came(wires: Wires) -> None:
+    """Also those that came before the object was there, and those that are read by several threads."""
+    wires.wires["b"].dispatcher.pause()
+    methods = itertools.cycle(["alone", "alone_async", "alone", "alone_later"])
+    futures = list[Future[None]]()
+    for number in range(150):
+        if number == 30:
+            wires.wires["b"].dispatcher.serve(member(wires))
+        for caller in ("a", "b"):
+            argument = Slow() if number % 10 == 5 else None
+            futures.append(wires.call(caller, "b", next(methods), caller, number, argument))
+    assert wires.call("a", "b", "echo", 5).result(DEADLINE) == 5  # meanwhile
+    for future in futures:
+        future.result(DEADLINE)
+    assert member(wires).most_inside == 1
+    for caller in ("a", "b"):
+        assert [number for mark, number, _ in member(wires).seen if mark == caller] == list(range(150))
+
+
+def test_a_serial_call_that_nobody_waits_for_makes_room_once_it_has_ended(wires: Wires) -> None:
+    running = wires.call("a", "b", "alone_until_cancelled")
+    assert member(wires).entered.acquire(timeout=DEADLINE)
+    waiting = [wires.call("a", "b", method, "never") for method in ("alone", "alone_async")]
+    last = wires.call("b", "b", "alone", "last")
+    for call in (*waiting, running):
+        assert call.cancel()
+    last.result(DEADLINE)
+    assert (member(wires).seen, member(wires).most_inside) == (["cancelled", ("last",)], 1)
+    for _ in range(50):  # before it begins, or just after
+        wires.call("a", "b", "alone_async", "cancelled").cancel()
+    wires.call("a", "b", "alone").result(DEADLINE)
 
 
 @pytest.mark.parametrize("drops", [False, True], ids=["cancelled", "dropped"])

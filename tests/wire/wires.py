@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import os
 import socket
 import threading
@@ -45,6 +47,7 @@ class Member:
         self.seen = list[Any]()
         self.closed = threading.Event()
         self.later: Future[Any] = Future()
+        self.inside = self.most_inside = 0  # of methods that run alone
 
     @remote
     def echo(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +82,48 @@ class Member:
         self.seen.append(mark)
         return threading.get_ident()
 
+    @remote(serial=True)
+    def alone(self, *mark: Any) -> None:
+        with self._alone(mark):
+            time.sleep(0.0005)
+
+    @remote(serial=True)
+    async def alone_async(self, *mark: Any) -> None:
+        with self._alone(mark):
+            await asyncio.sleep(0.0005)
+
+    @remote(serial=True)
+    def alone_later(self, *mark: Any) -> concurrent.futures.Future[None]:
+        answer: concurrent.futures.Future[None] = concurrent.futures.Future()
+        alone = self._alone(mark)
+        alone.__enter__()
+
+        def end() -> None:
+            alone.__exit__(None, None, None)
+            answer.set_result(None)
+
+        threading.Timer(0.0005, end).start()
+        return answer
+
+    @remote(serial=True)
+    async def alone_until_cancelled(self) -> None:
+        with self._alone("cancelled"):
+            self.entered.release()
+            try:
+                await asyncio.sleep(DEADLINE)
+            finally:
+                await asyncio.sleep(0.1)  # it cleans up
+
+    @contextlib.contextmanager
+    def _alone(self, mark: Any) -> Iterator[None]:
+        self.inside += 1
+        self.most_inside = max(self.most_inside, self.inside)
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            self.seen.append(mark)
+
     @remote
     async def fail_async(self, error: BaseException) -> None:
         raise error
@@ -99,8 +144,6 @@ class Member:
 
     @remote
     async def pause(self) -> None:
-        import asyncio
-
         self.entered.release()
         try:
             await asyncio.sleep(DEADLINE)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rolecall.checkpoint.shardfile import ShardFile
 
 FORMAT = 3
+KEPT = "context.keep"  # the value whose shares are what members keep
 HEAD = {"format": int, "job": str, "generation": int, "step": int, "length": int, "sha256": str}
 MOST = 2**53  # of a number in the first line: every float below is exact
 MOST_SHARED = 1_000_000  # values of a state that are in it more than once
@@ -65,8 +66,8 @@ class Snapshot:
         return self.about.get("settings", {})  # type: ignore[no-any-return]
 
     def whole(self, without: Collection[str] = ()) -> Snapshot:
-        """With the values that ranks hold shares of, read and put together, in `state`, but not `without`: for one that
-        has the memory. Raises CheckpointError if a shard is missing or torn.
+        """With the values that ranks hold shares of, read and put together, in `state`, but not `without`, nor what
+        members keep: for one that has the memory. Raises CheckpointError if a shard is missing or torn.
         """
         from rolecall.checkpoint import shardfile  # torch: a supervisor imports this module, too
 
@@ -75,11 +76,12 @@ class Snapshot:
             values = {
                 name: {**self._unshared(name), **shardfile.whole(directory, files)}
                 for name, files in self.shards.items()
-                if name not in without
+                if name not in {*without, KEPT}
             }
         except shardfile.ShardError as error:
             raise CheckpointError(f"{self.path.name}: {error}") from error
-        return replace(self, state={**self.state, **values}, shards={})
+        state = {name: value for name, value in self.state.items() if name != KEPT}
+        return replace(self, state={**state, **values}, shards={})
 
     def _unshared(self, name: str) -> dict[str, Any]:
         """What rank 0 has of a value that ranks hold shares of."""
@@ -245,8 +247,6 @@ def read(path: Path, job: str) -> Snapshot:
     """Read one checkpoint. Raises CheckpointError if it is torn, of another job, of another format, or holds
     anything else than a checkpoint does.
     """
-    import torch
-
     try:
         size = path.stat()
         if not stat.S_ISREG(size.st_mode):  # a pipe would be waited for
@@ -265,20 +265,29 @@ def read(path: Path, job: str) -> Snapshot:
     if digest_of(head, (body,)) != head["sha256"]:
         raise CheckpointError(f"{path.name} is corrupt: its checksum does not match")
     cut = len(body) - head.get("manifest", 0)
-    body, shards = body[:cut], _shards(path, body[cut:])
-    if not body.startswith(ZIP):
-        raise CheckpointError(f"{path.name} cannot be loaded: it is not as torch.save writes it")
+    shards = _shards(path, body[cut:])
+    content = unpack(path.name, body[:cut])
+    return Snapshot(path, head["generation"], head["step"], content["state"], about=content["about"], shards=shards)
+
+
+def unpack(name: str, body: bytes | memoryview) -> dict[str, Any]:
+    """What `pack` was given, as `state` and `about`, from the file `name`. Raises CheckpointError if `body` holds
+    anything else."""
+    import torch
+
+    if bytes(body[: len(ZIP)]) != ZIP:
+        raise CheckpointError(f"{name} cannot be loaded: it is not as torch.save writes it")
     try:
         # so are empty bytes pickled; torch warns of what is no pickle of its own, which is refused below
         with torch.serialization.safe_globals([bytes]), warnings.catch_warnings(action="ignore"):
-            content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+            content: dict[str, Any] = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch raises, the file holds what may not or cannot be loaded
         lines = str(error).splitlines() or [type(error).__name__]
         problem = next((line for line in lines if "Unsupported" in line), lines[0]).partition(". Please")[0]
-        raise CheckpointError(f"{path.name} cannot be loaded: {problem.strip()}") from error
+        raise CheckpointError(f"{name} cannot be loaded: {problem.strip()}") from error
     if problem := _problem(content, len(body)):
-        raise CheckpointError(f"{path.name} cannot be loaded: {problem}")
-    return Snapshot(path, head["generation"], head["step"], content["state"], about=content["about"], shards=shards)
+        raise CheckpointError(f"{name} cannot be loaded: {problem}")
+    return content
 
 
 def _problem(content: Any, size: int) -> str:

@@ -138,7 +138,7 @@ class LoggedShare(Share):
                 self._next = Chain(order.stem, files, logged)
         return [*files]
 
-    def parts(self, capture: Capture) -> Iterator[NewFile]:
+    def parts(self, order: Order, capture: Capture) -> Iterator[NewFile]:
         """See `Share.parts`."""
         assert isinstance(capture, ChangesCapture)
         return capture.parts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -11,9 +12,32 @@ from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import CheckpointError, Checkpoints, pack
 from rolecall.checkpoint.sharded import Sharded
 from rolecall.declare.plain import is_stateful, require_plain
+from rolecall.errors import UsageError
 from rolecall.record.recorder import recorder
 
 State = dict[str, Any]
+
+
+def load_state(state: State, saved: Mapping[str, Any], file: str) -> None:
+    """Sets the values of `state` to what was `saved` in `file`: those that are Stateful in place. One that was not
+    saved stays. Raises UsageError for one that does not fit."""
+    for name, value in state.items():
+        if name not in saved:
+            telemetry.log().warning("the checkpoint lacks a value, which begins anew", value=name)
+        elif is_stateful(value):
+            advice = "restore what the job was trained with, or set another CHECKPOINT_DIR"
+            with UsageError.wrap(f"{file}: {name} does not fit this program", advice=advice):
+                value.load_state_dict(saved[name])
+        else:
+            state[name] = saved[name]
+
+
+def saved_state(state: Mapping[str, Any]) -> State:
+    """The values of `state` as a checkpoint holds them. Raises UsageError for one that it cannot hold."""
+    values = {name: value.state_dict() if is_stateful(value) else value for name, value in state.items()}
+    for name, value in values.items():
+        require_plain(name, value)
+    return values
 
 
 class Saver:
@@ -43,9 +67,7 @@ class Saver:
         self._begun_at = begun_at = time.monotonic()
         self.wait()
         sharded = {name: value for name, value in state.items() if isinstance(value, Sharded)}
-        values = {name: value.state_dict() if is_stateful(value) else value for name, value in state.items()}
-        for name, value in values.items():
-            require_plain(name, value)
+        values = saved_state(state)
         try:
             for each in sharded.values():
                 each.begin(step)

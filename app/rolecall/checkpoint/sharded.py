@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import secrets
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from rolecall.config import Settings
 from rolecall.declare.task import Peer
 from rolecall.errors import CallError, CallTimeoutError, PeerLostError, RemoteError, UsageError
 from rolecall.record import rundir
+from rolecall.wire import clock
 
 
 class Sharded:
@@ -35,6 +35,7 @@ class Sharded:
         self.settings: Settings = context.settings
         self._step: int | None = None  # of the newest order
         self._attempts = dict[str, int]()  # earlier orders of the newest checkpoint, by its name
+        self._captured: list[Peer] = []  # whose shares the newest checkpoint has
         self._collected: tuple[int, Written] | None = None  # the newest, of all members
         self._mark = Path()  # of the newest order
         self.restored = False
@@ -81,7 +82,7 @@ class Sharded:
             drain=self.context.draining,
             attempt=self._attempts[stem],
         )
-        self._each(Shares.begin, self.name, order)
+        self._captured = [peer for peer, _ in self._each(Shares.begin, self.name, order)]
         self._step = step
 
     def collect(self, step: int) -> Written:
@@ -92,7 +93,7 @@ class Sharded:
             return self._collected[1]
         stem, self._step = self.checkpoints.stem(step), None
         try:
-            shares = [self._collect(stem, peer) for peer in self._members]
+            shares = [self._collect(stem, peer) for peer in self._captured]
         except CallError as error:
             raise CheckpointError(f"{stem}: {error}") from error
         files = [file for share in shares for file in share.files]
@@ -104,7 +105,7 @@ class Sharded:
 
     def _collect(self, stem: str, peer: Peer) -> Written:
         """Waits for the files of `peer`. Raises CheckpointError, as if nothing moves for PHASE_TIMEOUT."""
-        limit, done, moved = self.settings.phase_timeout, -1, time.monotonic()
+        limit, done, moved = self.settings.phase_timeout, -1, clock.now()
         while True:
             match self._ask(peer, Shares.written, self.name, stem)():  # while training goes on
                 case Written() as written:
@@ -112,8 +113,8 @@ class Sharded:
                 case Problem(text):
                     raise CheckpointError(text)
                 case more if more != done:
-                    done, moved = more, time.monotonic()
-                case _ if time.monotonic() - moved > limit:
+                    done, moved = more, clock.now()
+                case _ if clock.now() - moved > limit:
                     raise CheckpointError(
                         f"{stem}: {peer.name} has written nothing for PHASE_TIMEOUT={limit:g} s; is its disk hanging?"
                     )

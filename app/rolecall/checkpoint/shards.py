@@ -201,7 +201,7 @@ class Share:
         """A capture of the rows."""
         return Capture(self._rows(), self.settings.rpc_timeout / 2)
 
-    def parts(self, capture: Capture) -> Iterator[NewFile]:
+    def parts(self, order: Order, capture: Capture) -> Iterator[NewFile]:
         """The files to write. The bytes of a file are consumed before the next file is requested."""
         columns = {name: Column.of(rows) for name, rows in capture.names.items()}
         yield f"{self}.safetensors", columns, capture.read()
@@ -252,7 +252,7 @@ class Share:
     def _write(self, order: Order, capture: Capture, disk: Disk) -> list[ShardFile]:
         """Writes the captured rows. Returns all files of the share in this checkpoint."""
         files = []
-        for name, columns, blocks in self.parts(capture):
+        for name, columns, blocks in self.parts(order, capture):
             if order.attempt:  # what the one before still writes, late, is in other files
                 name = name.replace(f"{self}.", f"{self}.{order.attempt}.", 1)
             files.append(shardfile.write(name, columns, blocks, partial(disk, Shares.write_piece, name)))

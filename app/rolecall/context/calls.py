@@ -1,17 +1,21 @@
-"""Calls of peers' methods: to one, to all of a role, to the least loaded of a role."""
+"""Calls of peers' methods: to one, to all of a role, to the first of a role, to any of a role, and maps."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import queue
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from rolecall.context.group import Group
+from rolecall.context.mapping import Mapping
+from rolecall.context.shared import Sharing
 from rolecall.declare import registry
 from rolecall.declare.remote import Remote, require_remote
 from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
+from rolecall.links.pool import Lost, Pool
 from rolecall.record.recorder import recorder
 from rolecall.wire import apart
 from rolecall.wire.future import Future, Stream
@@ -20,17 +24,18 @@ from rolecall.wire.session import Session
 
 P = ParamSpec("P")
 T = TypeVar("T")
+I = TypeVar("I")  # noqa: E741 an item of a map
 Later = Coroutine[Any, Any, T] | concurrent.futures.Future[T]  # what a method may return in place of its answer
 Answers = queue.SimpleQueue[tuple[str, concurrent.futures.Future[Any]]]  # with the names of who has given them
-Lost = Literal["skip", "raise", "answer"]
 NOT_SERVED = "has turn=True, which rank 0 never serves: the job is over once its `run` has returned"
 
 
 class Calls:
-    """Calls of a member's peers, with options: `timeout` in seconds (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no
+    """Calls of a member's peers, with options: `timeout` in seconds (-1: see `call`; in a phase, PHASE_TIMEOUT; 0: no
     deadline), `lost` (see `call_each`), and `role`, which is needed if several roles have the method. `internal` calls
     are of what each worker offers its peers, whatever its role. Calls to a role go only to those members that are in
-    `to`, which a caller may have prepared for, and to no other that joins meanwhile."""
+    `to`, such as `peers(role)[2:5]`, and to no other that joins meanwhile. A `map` has up to `window` calls under way
+    at each member."""
 
     def __init__(
         self,
@@ -40,10 +45,11 @@ class Calls:
         role: str = "",
         to: Sequence[Peer] | None = None,
         *,
+        window: int = 1,
         internal: bool = False,
     ) -> None:
         self._group, self._timeout, self._lost, self._role, self._to = group, timeout, lost, role, to
-        self._internal = internal
+        self._window, self._internal = window, internal
 
     def options(
         self,
@@ -52,14 +58,18 @@ class Calls:
         lost: Lost | None = None,
         role: str = "",
         to: Sequence[Peer] | None = None,
+        window: int | None = None,
     ) -> Calls:
-        """The same calls with other options."""
+        """The same calls with other options. Raises UsageError for a `window` below 1."""
+        if window is not None and window < 1:
+            raise UsageError(f"options(window={window}): at least one call is under way at a member")
         return Calls(
             self._group,
             self._timeout if timeout is None else timeout,
             self._lost if lost is None else lost,
             role or self._role,
             self._to if to is None else to,
+            window=window or self._window,
             internal=self._internal,
         )
 
@@ -86,9 +96,9 @@ class Calls:
         """Calls `method`, named by its class such as `Sampler.hits`, of the peer `to`. Returns a `Future` of its
         answer; of a method with `stream`, a `Stream`. They raise RemoteError for what the method raised, PeerLostError
         for a peer that is gone or silent, and CallTimeoutError for one that is alive and has not answered before the
-        deadline. A `timeout` of yours counts from the call, RPC_TIMEOUT from when the method begins. A call may wait
-        PHASE_TIMEOUT for a peer that loads, and for its turn if it has no `timeout`. A member of an
-        elastic role whose connection is found closed is given up.
+        deadline. A `timeout` of yours counts from the call. Without one, the method may run for STUCK_SECONDS, and a
+        peer that says nothing for RPC_TIMEOUT is lost. A call may wait PHASE_TIMEOUT for a peer that loads, and for its
+        turn if it has no `timeout`. A member of an elastic role whose connection is found closed is given up.
 
         Raises UsageError for what is no method marked by `remote`, and for one with `turn` at rank 0.
         """
@@ -107,7 +117,7 @@ class Calls:
         deadline = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
         request = Request(method.__name__, args, kwargs, deadline.total, internal=self._internal)
         if mark.stream:
-            return group.connected.stream(name, request, deadline)
+            return group.connected.stream(name, request, deadline.running or deadline)
         return group.connected.call(name, request, deadline)
 
     # ---- to a role
@@ -178,7 +188,12 @@ class Calls:
         return Stream(values, close, drop)
 
     def _members(self, role: str) -> list[Peer]:
-        return [peer for peer in self._group.peers(role) if self._to is None or peer in self._to]
+        if other := next((peer for peer in self._to or () if peer.role != role), None):
+            raise UsageError(f"options(to=): {other} is no {role}")
+        return [peer for peer in self._group.peers(role) if self._is_named(peer)]
+
+    def _is_named(self, peer: Peer) -> bool:
+        return self._to is None or peer in self._to
 
     @overload
     def call_all(
@@ -238,6 +253,149 @@ class Calls:
         except CallTimeoutError as error:
             self._group.logger.warning("peer given up", peer=peer.name, problem=str(error))
             raise
+
+    @overload
+    def first(
+        self,
+        k: int,
+        method: Callable[Concatenate[Any, P], Later[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]: ...
+    @overload
+    def first(
+        self, k: int, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]: ...
+    def first(self, k: int, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls `method` at every member of its role. Returns the first `k` answers, in the order in which they came,
+        and cancels the other calls: a method that has not begun never does, an `async` one is cancelled, and one that
+        runs goes on to its end for nobody. Their members stay.
+
+        A member that is gone or late is given up, as by `call_each`. Raises PeerLostError as soon as fewer than `k` can
+        still answer, unless `lost="raise"`, the default for roles that are not elastic, raises before; and UsageError
+        for a `k` that the role cannot have.
+        """
+        role, group = self._role_of(method), self._group
+        members, lost = self._members(role), self._lost or ("skip" if group.is_elastic(role) else "raise")
+        known = [peer for peer in group.members if peer.role == role and self._is_named(peer)]
+        specs = registry.roles(group.job, group.settings) if group.job and self._to is None else ()
+        most = max(len(known), *(spec.count for spec in specs if spec.name == role), 1)
+        name = f"first({k}, {method.__qualname__})"
+        if not 1 <= k <= most:
+            raise UsageError(f"{name}: the role {role} has {len(known)} members; ask for 1 to {most} answers")
+        calls = self.options(to=members, lost="raise" if lost == "raise" else "answer")
+        each: Any = calls.call_each(method, *args, **kwargs) if k <= len(members) else iter(())
+        answers, out = list[Any](), len(members)
+        for _, answer in each:
+            if isinstance(answer, PeerLostError):
+                out -= 1
+            else:
+                answers.append(answer)
+            if len(answers) == k or out < k:
+                each.close()
+        if len(answers) < k:
+            raise PeerLostError(f"{name}: {out} members of the role {role} can answer")
+        return answers
+
+    # ---- a map
+
+    @overload
+    def map(
+        self,
+        method: Callable[Concatenate[Any, I, P], Later[T]],
+        items: Iterable[I],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self,
+        method: Callable[Concatenate[Any, I, P], T],
+        items: Iterable[I],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Iterator[T]: ...
+    def map(self, method: Callable[..., Any], items: Iterable[Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Calls `method(item, *args, **kwargs)` for each of `items` at some member of its role. Yields the answers in
+        the order of the items.
+
+        Each member has up to `window` calls at a time, by default one, and gets the next item as soon as it has
+        answered. Items are read when a member has room for one, in this thread, while the next answer is asked for: the
+        iterable may be endless, and may depend on answers. At most 16 answers a call wait here. Members that join take
+        part at once; while there is none, the map waits for up to REJOIN_TIMEOUT. `args` and `kwargs` of 64 KiB or more
+        are sent to each member once: neither the method nor the caller may change them before the end.
+
+        If a member of an elastic role is gone or late, it is given up, and its items are called again if the method is
+        `idempotent`, until six members in a row were lost with one. Otherwise the option `lost` decides: "raise", the
+        default, raises PeerLostError or CallTimeoutError, "skip" leaves the item out, and "answer" yields the error.
+        What the method raised is raised here, as RemoteError; the end of the generation as PeerLostError. Leaving the
+        iterator cancels the calls that are still out.
+        """
+        mapping = self._map(method, items, args, kwargs, ordered=True)
+        answers = mapping.answers()
+        return Stream((answer for _, answer in answers), partial(_close, answers, mapping), mapping.drop)
+
+    @overload
+    def map_unordered(
+        self,
+        method: Callable[Concatenate[Any, I, P], Later[T]],
+        items: Iterable[I],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Iterator[tuple[I, T]]: ...
+    @overload
+    def map_unordered(
+        self,
+        method: Callable[Concatenate[Any, I, P], T],
+        items: Iterable[I],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Iterator[tuple[I, T]]: ...
+    def map_unordered(
+        self, method: Callable[..., Any], items: Iterable[Any], /, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[Any, Any]]:
+        """As `map`, but yields each item with its answer, as the answers come."""
+        mapping = self._map(method, items, args, kwargs, ordered=False)
+        answers = mapping.answers()
+        return Stream(answers, partial(_close, answers, mapping), mapping.drop)
+
+    def _map(
+        self,
+        method: Callable[..., Any],
+        items: Iterable[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        ordered: bool,
+    ) -> Mapping:
+        mark, group, role = require_remote(method), self._group, self._role_of(method)
+        if mark.stream:
+            raise UsageError(f"{method.__qualname__} is a stream: call it at one peer at a time")
+        for peer in self._members(role):
+            self._require_served(mark, method, peer.name)
+        sharing = Sharing(args, kwargs)
+        pool = Pool(
+            self._window,
+            ordered=ordered,
+            again=mark.idempotent,
+            on_loss=self._lost or "raise",
+            prepares=sharing.is_needed,
+        )
+        return Mapping(
+            group,
+            pool,
+            items,
+            sharing,
+            role=role,
+            members=lambda: self._members(role),
+            call=lambda peer, args, kwargs: self._send(peer.name, mark, method, args, kwargs),
+            waits=self._to is None,
+        )
 
     # ---- to any of a role
 
@@ -310,3 +468,8 @@ class Calls:
         if not having:
             raise UsageError(f"{name} is a method of no role's class ({', '.join(names)})")
         raise UsageError(f"{name} is a method of several roles ({', '.join(having)}); say options(role=...)")
+
+
+def _close(answers: Generator[Any, None, None], mapping: Mapping) -> None:
+    answers.close()
+    mapping.close()

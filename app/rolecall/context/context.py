@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.checkpoint.kept import Kept, KeptStates
 from rolecall.checkpoint.saving import Saver
 from rolecall.checkpoint.shards import Shares
 from rolecall.config import Settings
@@ -21,6 +22,7 @@ from rolecall.context.group import Group
 from rolecall.context.progress import Progress, Supervision
 from rolecall.context.queues import Queue
 from rolecall.context.services import Services
+from rolecall.context.shared import SharedArguments
 from rolecall.context.training import Training
 from rolecall.context.watchdog import Phase, Watchdog
 from rolecall.context.weights import Publisher, Weights
@@ -89,8 +91,12 @@ class Context(Calls, Training, Generic[S]):
         self.shares = Shares(settings.checkpoint_dir / rundir.SHARDS)
         self.services = Services(group, progress, lambda: int(self.torch.start_store()))
         self.weights = Publisher(group, metrics)
+        self.kept: Kept | None = None  # what this member keeps
+        self.constructing = False  # its role's class makes the object
+        self.kept_states = KeptStates(self) if checkpoints else None
         offered = self.services, group.queues, self.shares, self.weights.holdings, self.weights.registry
-        self.dispatcher = Dispatcher(self.me.name, *offered)
+        mine = [self.kept_states] if self.kept_states else []
+        self.dispatcher = Dispatcher(self.me.name, *offered, SharedArguments(), *mine)
 
     # ---- identity and peers
 
@@ -177,6 +183,24 @@ class Context(Calls, Training, Generic[S]):
         """A subscription to the weights `name`, which some member publishes sooner or later. It may be made before the
         first generation."""
         return self.weights.subscribe(name)
+
+    def keep(self, state: Mapping[str, Any]) -> Kept:
+        """This member's state is in rank 0's checkpoints from now on, and comes back to the member with its role and
+        ordinal. For the constructor of a class that is not rank 0's; values are those of `restore`.
+
+        Returns `state` as a dict. It is set to what the newest checkpoint has, Stateful values in place, after
+        `attached` and before peers call and `run` is called, whenever the worker has become a part of a generation:
+        all of it then belongs to rank 0's state. Without a checkpoint it is as it was made. That waits for rank 0 to
+        `restore`, so rank 0 calls no such member before. Change it in a block `with kept.changing():`.
+
+        Raises UsageError at rank 0, in another place, and for values that a checkpoint cannot hold.
+        """
+        if self.group.is_rank0:
+            raise UsageError("keep: rank 0's own state is what it gives to `restore`")
+        if not self.constructing or self.kept is not None:
+            raise UsageError("keep: call it once, in the constructor of the role's class")
+        self.kept = Kept(self, state)
+        return self.kept
 
     def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
         """Calls `gone(name)`, from another thread, as soon as the peer `to` has ended or its connection broke. It is

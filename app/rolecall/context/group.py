@@ -241,7 +241,7 @@ class Group:
                 self.lose(peer)
         for peer in joined:
             if peer.name not in self.lost:
-                for listener in self.on_joined:
+                for listener in [*self.on_joined]:  # which a map's end removes
                     listener(peer.name)
 
     def lose(self, peer: Peer) -> bool:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from rolecall import telemetry
-from rolecall.checkpoint.checkpoint import Snapshot
-from rolecall.checkpoint.saving import Saver, State
+from rolecall.checkpoint.checkpoint import KEPT, Snapshot
+from rolecall.checkpoint.kept import KeptStates
+from rolecall.checkpoint.saving import Saver, State, load_state, saved_state
 from rolecall.checkpoint.sharded import Sharded
 from rolecall.context.group import Group
 from rolecall.context.progress import Change, Progress, StepLogged, TrainingStarted
-from rolecall.declare.plain import is_stateful, require_plain
 from rolecall.errors import Drained, UsageError
 from rolecall.messages.codec import encode
 from rolecall.record import rundir
@@ -48,6 +48,7 @@ class Training:
         self._redo = False
         self._start_recorded = False  # the run's history knows of this generation
         self._looked_for_checkpoint = False
+        self.kept_states: KeptStates | None = None  # of members, at rank 0
         self._reported_ns = 0  # when this rank, other than rank 0, last reported a step
 
     def require_saver(self) -> Saver:
@@ -79,22 +80,10 @@ class Training:
                 if self.job is not None and name not in self.job.pinned:
                     problem = f"restore(chosen={{{name!r}: ...}}): is no pinned setting"
                     raise UsageError(f"{problem}; add it to Job(pinned=...)")
-            for name, value in state.items():
-                require_plain(name, value.state_dict() if is_stateful(value) else value)
+            saved_state(state)
             if snapshot := self.snapshot():
-                self._load(snapshot, self._state)
+                load_state(self._state, snapshot.state, snapshot.path.name)
             return self._state
-
-    def _load(self, snapshot: Snapshot, state: State) -> None:
-        for name, value in state.items():
-            if name not in snapshot.state:
-                self.logger.warning("the checkpoint lacks a value, which begins anew", value=name)
-            elif is_stateful(value):
-                advice = "restore what the job was trained with, or set another CHECKPOINT_DIR"
-                with UsageError.wrap(f"{snapshot.path.name}: {name} does not fit this program", advice=advice):
-                    value.load_state_dict(snapshot.state[name])
-            else:
-                state[name] = snapshot.state[name]
 
     def snapshot(self) -> Snapshot | None:
         """The newest checkpoint, or None. Raises UsageError if it was made with other pinned settings, or if none of
@@ -107,12 +96,16 @@ class Training:
             self._step, about = snapshot.step, snapshot.about
             self.progress.resume(self._step, float(about.get("done", 0.0)), float(about.get("seconds", 0.0)))
             self.logger.info("resumed", file=snapshot.path.name, step=snapshot.step)
+        if self.kept_states:
+            self.kept_states.open()
         return snapshot
 
     def _load_shares(self, snapshot: Snapshot) -> Snapshot:
         """Has the ranks that hold shares of the state's values read them. Raises CheckpointError."""
         snapshot.require_layout(self._layout, "finish the run with that version, or set another CHECKPOINT_DIR")
         snapshot.require_settings(self.settings, self._chosen)
+        if self.kept_states:
+            self.kept_states.offer(snapshot)
         sharded = {name: value for name, value in (self._state or {}).items() if isinstance(value, Sharded)}
         for name, value in sharded.items():
             if name in snapshot.shards:
@@ -169,8 +162,11 @@ class Training:
             "done": self.progress.done,
             "layout": self._layout,
         }
+        state = (self._state or {}) if state is None else state
+        if self.kept_states and self.kept_states.used:
+            state = {**state, KEPT: self.kept_states}
         with self.watchdog.phase("saving"):
-            return saver.write(step, (self._state or {}) if state is None else state, about, wait)
+            return saver.write(step, state, about, wait)
 
     # ---- steps
 
@@ -253,6 +249,8 @@ class Training:
     def _start(self, event: TrainingStarted) -> None:
         self._record_start(event.step)
         self.watchdog.ready()
+        if self.kept_states:
+            self.kept_states.open()  # a job without a state
         if self.group.is_rank0:
             self.progress.take(event)
         else:

@@ -18,12 +18,13 @@ from typing import Literal
 from rolecall.record import pending_calls
 from rolecall.record.pending_calls import PendingCall
 from rolecall.record.recorder import recorder
+from rolecall.wire.clock import now
 from rolecall.wire.messages import Deadline
 
 Phase = Literal["loading", "restoring", "compiling", "evaluating", "saving"]
 RECENT_STEPS = 20  # steps that the next one is compared with
 STUCK_FACTOR = 10  # a step is stuck only if it takes this many times as long as the longest of them
-UNANSWERED_SECONDS = 30.0  # after which a call is told of
+UNANSWERED_SECONDS = 10.0  # after which a call is told of
 SUSPENDED_SECONDS = 2.0  # between two checks, which come every half second: this process was suspended
 
 
@@ -37,14 +38,16 @@ class PhaseEntry:
 
 
 @functools.lru_cache(maxsize=64)
-def _deadline(setting: str, seconds: float, phase_timeout: float, from_begin: bool) -> Deadline:
-    """A deadline of `seconds`, and of `phase_timeout` for what comes before the call begins."""
+def _deadline(setting: str, seconds: float, phase_timeout: float, from_begin: bool, stuck: float = 0.0) -> Deadline:
+    """A deadline of `seconds`, of `phase_timeout` for what comes before the call begins, and of `stuck` seconds for a
+    method that runs."""
     return Deadline(
         seconds,
         f"{setting}={seconds:g}",
         wait=phase_timeout,
         wait_setting=f"PHASE_TIMEOUT={phase_timeout:g}",
         from_begin=from_begin,
+        running=_deadline("STUCK_SECONDS", stuck, phase_timeout, True) if stuck > seconds else None,
     )
 
 
@@ -62,7 +65,7 @@ class Watchdog:
         phase_timeout: float,
         stuck_seconds: float,
         limit_loading: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = now,
     ) -> None:
         self._phase_timeout, self._stuck_seconds = phase_timeout, stuck_seconds
         self._limit_loading, self._clock = limit_loading, clock
@@ -166,19 +169,20 @@ class Watchdog:
 
     def limit(self, timeout: float, rpc_timeout: float) -> Deadline:
         """The deadline of a call. `timeout` comes from the caller, and counts from the call. If it is -1, the deadline
-        is `rpc_timeout`, or that of a phase if the caller is in one, and counts from when the method begins. A call may
-        wait as long as a phase for a peer that loads and, with -1, behind other calls.
+        is `rpc_timeout`, or that of a phase if the caller is in one, and counts from when the method begins; outside a
+        phase, a method that runs, as its peer says then, is stuck only after as long as a step. A call may wait as long
+        as a phase for a peer that loads and, with -1, behind other calls.
         """
         if timeout == 0:
             return Deadline(0.0)
         if timeout > 0:
             return _deadline("timeout", timeout, self._phase_timeout, False)
-        timeout, setting, thread = rpc_timeout, "RPC_TIMEOUT", threading.get_ident()
+        thread = threading.get_ident()
         with self._lock:
             in_phase = not self._ready or any(entry.thread == thread for entry in self._phases)
-        if in_phase and self._phase_timeout > timeout:
-            timeout, setting = self._phase_timeout, "PHASE_TIMEOUT"
-        return _deadline(setting, timeout, self._phase_timeout, True)
+        if in_phase and self._phase_timeout > rpc_timeout:
+            return _deadline("PHASE_TIMEOUT", self._phase_timeout, self._phase_timeout, True)
+        return _deadline("RPC_TIMEOUT", rpc_timeout, self._phase_timeout, True, self._stuck_seconds)
 
     def called(self, timeout: float, to: str = "", method: str = "") -> PendingCall:
         """A call of `method` at the peer `to` was sent, which ends within `timeout` seconds unless that is 0. Returns

@@ -137,7 +137,7 @@ def of_job(
         settings=settings.model_dump(mode="json", include=set(values) - set(secrets)),
         secrets=secrets,
         agreed=_agreed(job),
-        steps=job.rpc,
+        steps=job.rpc and job.steps,
         flags=given.variables if given else {},
         plain=given is not None and given.plain,
     )

@@ -19,6 +19,7 @@ class Remote:
     """How a method is called; see `remote`."""
 
     turn: bool = False
+    serial: bool = False
     stream: bool = False
     idempotent: bool = False
     coroutine: bool = False
@@ -27,21 +28,30 @@ class Remote:
 @overload
 def remote(method: F) -> F: ...
 @overload
-def remote(*, turn: bool = False, stream: bool = False, idempotent: bool = False) -> Callable[[F], F]: ...
 def remote(
-    method: F | None = None, *, turn: bool = False, stream: bool = False, idempotent: bool = False
+    *, turn: bool = False, serial: bool = False, stream: bool = False, idempotent: bool = False
+) -> Callable[[F], F]: ...
+def remote(
+    method: F | None = None,
+    *,
+    turn: bool = False,
+    serial: bool = False,
+    stream: bool = False,
+    idempotent: bool = False,
 ) -> F | Callable[[F], F]:
     """Lets peers call a method of a role's class. Calls run concurrently, each in a thread of its own; an `async`
     method runs in an event loop; a method may also return a concurrent.futures.Future, whose result is the answer.
 
-    With `turn`, calls run one after the other in the member's main thread, once `run` has returned, if there is one;
-    not at rank 0. With `stream`, the method is a generator, and the caller iterates over what it yields. With
-    `idempotent`, `call_any` calls it again at another member if the first is lost.
+    With `serial`, one call at a time runs of all methods of the object that have it, in the order in which they came,
+    beside `run` and other methods; an `async` one, or one that returns a future, until that has ended. With `turn`,
+    calls run one after the other in the member's main thread, once `run` has returned, if there is one; not at rank 0.
+    With `stream`, the method is a generator, and the caller iterates over what it yields. With `idempotent`, `call_any`
+    and `map` call it again at another member if the first is lost.
 
-    Raises UsageError for a stream that is no generator, and for one with `turn`.
+    Raises UsageError for a stream that is no generator, and for what excludes each other.
     """
 
-    def mark(function: F) -> F:
+    def set_mark(function: F) -> F:
         if not inspect.isfunction(function):
             raise UsageError(f"@remote: {function!r} is no function; put it above the method's `def`, below no other")
         if stream != inspect.isgeneratorfunction(function):
@@ -50,10 +60,15 @@ def remote(
         coroutine = inspect.iscoroutinefunction(function)
         if turn and (stream or coroutine):
             raise UsageError(f"@remote(turn=True): {function.__qualname__} is async or a stream; leave turn out")
-        setattr(function, MARK, Remote(turn, stream, idempotent, coroutine))
+        if serial and (turn or stream):
+            raise UsageError(
+                f"@remote(serial=True): {function.__qualname__} has turn=True or is a stream; leave one out"
+            )
+        mark = Remote(turn=turn, serial=serial, stream=stream, idempotent=idempotent, coroutine=coroutine)
+        setattr(function, MARK, mark)
         return function
 
-    return mark if method is None else mark(method)
+    return set_mark if method is None else set_mark(method)
 
 
 def remote_of(method: Any) -> Remote | None:
@@ -76,6 +91,13 @@ def require_remote(method: Any) -> Remote:
 def find(target: object, name: str) -> Callable[..., Any] | None:
     """The bound method `name` of `target`, if its class marks it as remote. Attributes of the instance do not count."""
     return getattr(target, name) if _has_remote(type(target), name) else None  # type: ignore[arg-type]
+
+
+def serial_names(target: object) -> frozenset[str]:
+    """The methods of `target` of which one runs at a time."""
+    kind = type(target)
+    marks = {name: remote_of(inspect.getattr_static(kind, name, None)) for name in dir(kind)}
+    return frozenset(name for name, mark in marks.items() if mark and mark.serial)
 
 
 @functools.lru_cache(maxsize=1024)

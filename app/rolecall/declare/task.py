@@ -10,10 +10,10 @@ from rolecall.config import Settings
 from rolecall.gang.protocol import name_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Peer:
-    """A member of a generation. `join` is 0 if the generation began with it; a member that joins later, or again, gets
-    the next number of the generation."""
+    """A member of a generation, printed as its name. `join` is 0 if the generation began with it; a member that joins
+    later, or again, gets the next number of the generation."""
 
     role: str
     ordinal: int
@@ -27,6 +27,9 @@ class Peer:
 
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        return f"{self.name} (join {self.join})" if self.join else self.name
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class RestartBudget:
             self._forget()
 
     def slept(self, seconds: float) -> None:
-        """The coordinator was suspended for `seconds`, which do not count."""
+        """The coordinator was suspended, or a member debugged, for `seconds`, which do not count."""
         if self._since is not None:
             self._since += seconds
 

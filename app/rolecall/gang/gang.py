@@ -111,7 +111,7 @@ class Gang:
         self._budget = RestartBudget(rules, budget or Budget(), now)
         self._epochs = Epochs()
         self._ending = Ending(rules, roles)
-        self._leavers: set[Key] = set()
+        self._leavers = self._roster.leavers
         self._writing: Effect | None = None
         self._ticked = self._tick_at = self._writing_since = now
         self._checking = checking
@@ -169,10 +169,8 @@ class Gang:
             self._epochs.exceed(heartbeat.epoch)
             self._epochs.newest += 1
             self.members[key] = member = MemberRecord(heartbeat, now, self._epochs.newest, heartbeat.sequence)
-        if heartbeat.leaving:
-            self._leavers.add(key)
-        else:
-            self._leavers.discard(key)
+        if self._roster.note(key, heartbeat):
+            self._epochs.advance()
         self.number = max(self.number, heartbeat.worker.generation)  # it was used and could not be persisted
         self._hear(key, member, heartbeat.sequence, now)
         return key
@@ -350,18 +348,19 @@ class Gang:
                 break
             self._lose(key, "silent", f"nothing heard from {name_of(key)} for {self.rules.lease:g} s", now)
             del self.members[key]
-            self._epochs.newest += 1  # what it must do as no member is another directive
-            self._leavers.discard(key)
             self._roster.vacate(key, member.heartbeat)
+            self._epochs.advance()  # what it must do as no member is another directive
 
     def _notice_pause(self, now: float) -> None:
         paused, self._ticked = now - self._ticked, now
         if paused > self.rules.lease / 3:  # this process was suspended: members get one full lease from now on
             self._ending.resumed(now)
-            self.since = min(self.since + paused, now)
-            self._budget.slept(paused)
             for member in self.members.values():
                 member.received_at = now
+        elif not self._roster.debugged:
+            return
+        self.since = min(self.since + paused, now)
+        self._budget.slept(paused)
 
     def _confirm(self, effect: Effect, now: float) -> None:
         """The generation starts, or the job is over."""
@@ -539,7 +538,7 @@ class Gang:
             over, reason = self.state, self.reason
             return Directive(over, ordinal, epoch, role=role, reason=reason, code=self.code, final=self.final)
         if self._live(key) or self._joins(key):
-            order = self.generation.order(key, epoch, self._stays(key))
+            order = self.generation.order(key, epoch, self._stays(key), paused=bool(self._roster.debugged))
             drain = self.generation.drain if self.state == "draining" else None
             if drain and key == self.rank0:
                 return replace(order, drain=True, reason=self.reason)

@@ -183,14 +183,15 @@ class Generation:
 
     # ---- directives
 
-    def order(self, key: Key, epoch: int, stays: bool) -> Directive:
+    def order(self, key: Key, epoch: int, stays: bool, *, paused: bool) -> Directive:
         """What a member that is in, or joins, must do."""
         part, (role, ordinal) = self.parts[key], key
         order = Directive("load", ordinal, epoch, role=role, generation=self.number, join=part.number, stays=stays)
         if part.state in ("loading", "ready"):
             return order
         lost = self.lost_keys if part.state == "in" else tuple(other for other in self.lost_keys if other != key)
-        return replace(order, kind="run", members=self.keys, listed=len(self.keys), lost=lost, joined=self.joined)
+        order = replace(order, kind="run", members=self.keys, listed=len(self.keys), lost=lost, joined=self.joined)
+        return replace(order, paused=paused)
 
     def answer(self, coordinator: str, beat: Beat, directive: Directive) -> Answer:
         """The answer to `beat`: what its member does not have of `directive`."""

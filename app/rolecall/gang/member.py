@@ -352,8 +352,8 @@ class Member:
             self._place = _place(directive)
         if action.kind in ("end", "detach") and directive.kind in ("run", "load"):
             return self._batch(now, send=True)  # the start, or the like, follows
-        if action.kind in ("start", "attach") and directive.drain:
-            # the update follows: a worker learns of a drain only while it runs
+        if action.kind in ("start", "attach") and (directive.drain or directive.paused):
+            # the update follows: a worker learns of a drain, or a pause, only while it runs
             return self._batch(now, send=True)
         self._current, self._completed, self._epoch = None, directive, directive.epoch
         if directive.kind == "leave":
@@ -369,7 +369,7 @@ class Member:
     def tick(self, now: float, heard_at: float | None) -> Batch:
         """Moves on to `now`; a live worker was last heard from at `heard_at`. It leaves its generation if rank 0 is
         silent. It is killed if it is `silent` itself, or `stopped` by the fence."""
-        if self.directive and self.directive.busy:
+        if self.directive and (self.directive.busy or self.directive.paused):
             self._leave_by += now - self._ticked
         if now - self._ticked > self.rules.lease / 3:
             self._awake_since = now  # this process was suspended, and the worker may have been too

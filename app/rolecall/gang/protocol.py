@@ -51,6 +51,7 @@ OVER: tuple[GangState, ...] = ("finished", "failed")
 ERRORS: tuple[Outcome, ...] = ("failed", "crashed", "stuck")  # count as failures; a worker killed from outside does not
 ORDERLY: tuple[Cause, ...] = ("drained", "left")  # how a generation ends on request
 DRAIN_EXEMPT_PHASES = ("compiling", "evaluating", "saving")  # a drain waits for them; earlier, nothing is to be saved
+DEBUGGING = "debugging"  # the phase of a worker in which somebody debugs: no time limit of the run counts meanwhile
 FENCE = 0.8  # fraction of a lease without an answer after which a member ends its worker, before rank 0 gives it up
 DETACH = 0.6  # fraction of a lease after which a worker that stays leaves its generation, so that it need not end
 MAX_BACKOFF_SECONDS = 300.0
@@ -206,9 +207,9 @@ class Directive(Struct, frozen=True, omit_defaults=True):
     `role` and `ordinal` are the member's place, `join` the number of its part in the generation. `members` are all that
     the generation has had, in order of rank; `lost` those that it goes on without; `joined` those that joined later and
     are not lost. A worker that `stays` is detached, not ended, if rank 0 is silent. `drain` asks rank 0's worker for a
-    checkpoint. `busy` tells a member that is leaving not to give up the drain: rank 0's
-    worker is in a phase. `final`: the job stays failed when it is started again. `begun` is the generation that began
-    last, for a member that has no part in it.
+    checkpoint. `busy` tells a member that is leaving not to give up the drain: rank 0's worker is in a phase. `paused`:
+    a member is debugged, and no time limit of the run counts. `final`: the job stays failed when it is started again.
+    `begun` is the generation that began last, for a member that has no part in it.
     """
 
     kind: DirectiveKind
@@ -223,6 +224,7 @@ class Directive(Struct, frozen=True, omit_defaults=True):
     role: str = ""
     final: bool = False
     busy: bool = False
+    paused: bool = False
     join: int = 0
     joined: tuple[Join, ...] = ()
     stays: bool = False
@@ -234,7 +236,7 @@ class Directive(Struct, frozen=True, omit_defaults=True):
         """What it says, without the epoch and the place. The members follow from the generation and those that joined
         or were lost."""
         part = self.generation, self.join, self.stays, self.lost, self.joined
-        return self.kind, *part, self.drain, self.busy, self.reason, self.code, self.final
+        return self.kind, *part, self.drain, self.busy, self.paused, self.reason, self.code, self.final
 
 
 class Beat(Struct, frozen=True, omit_defaults=True):

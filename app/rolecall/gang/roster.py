@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rolecall.gang.protocol import (
     ATTACHED,
+    DEBUGGING,
     Beat,
     Directive,
     Heartbeat,
@@ -66,6 +67,7 @@ class Roster:
         self._retired: dict[str, None] = {}  # incarnations that were replaced
         self._places: dict[object, Key] = {}  # the place of an incarnation, and of a role's rank on a node
         self._free = dict.fromkeys(roles, 0)  # by role: all ordinals below are taken
+        self.leavers, self.debugged = set[Key](), set[Key]()  # members that asked to leave; whose workers are debugged
 
     def place(self, heartbeat: Heartbeat, members: Members) -> Key:
         """The key of the member that sent `heartbeat`. Raises RejectedError."""
@@ -99,8 +101,23 @@ class Roster:
         held = member.heartbeat.incarnation, member.heartbeat.sequence
         return key if held == (beat.incarnation, beat.since) else None
 
+    def note(self, key: Key, heartbeat: Heartbeat) -> bool:
+        """What the member `key` says of itself. Returns whether that is the first, or the last, that is debugged."""
+        was_debugged = bool(self.debugged)
+        for keys, holds in (
+            (self.leavers, heartbeat.leaving),
+            (self.debugged, heartbeat.worker.phase == DEBUGGING),
+        ):
+            if holds:
+                keys.add(key)
+            else:
+                keys.discard(key)
+        return was_debugged != bool(self.debugged)
+
     def vacate(self, key: Key, heartbeat: Heartbeat) -> None:
         """The place `key` is free, of the rank that sent `heartbeat`."""
+        self.leavers.discard(key)
+        self.debugged.discard(key)
         self._free[key[0]] = min(self._free[key[0]], key[1])
         for rank in (heartbeat.incarnation, (heartbeat.role, heartbeat.node)):
             if self._places.get(rank) == key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -49,6 +50,7 @@ class Shared:
     settings: Settings
     directory: Path  # for what ends with the run
     number: int
+    stepped: Callable[[int], None]  # told of rank 0's steps
     network: Network = field(default_factory=Network)
     coordinator: asyncio.Future[Coordinator] = field(default_factory=asyncio.Future)
     raised: list[BaseException] = field(default_factory=list)  # by roles' functions
@@ -113,6 +115,7 @@ class ThreadManager(WorkerManager):
             job=shared.job,
             network=shared.network,
             failed=shared.raised.append,
+            stepped=shared.stepped,
         )
 
 
@@ -164,6 +167,10 @@ class ThreadSupervisor(Supervisor):
 
     def _client(self) -> Any:
         return Client(self._shared.coordinator)
+
+    def state(self) -> dict[str, Any]:
+        """What a page shows of the gang; nothing before it coordinates."""
+        return self._site.state() if self._site.coordinator else {}
 
     def leave(self, why: str) -> None:
         """Leaves the job: rank 0's worker writes a checkpoint first."""

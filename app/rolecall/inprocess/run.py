@@ -65,6 +65,7 @@ class InProcessRun:
         self._tasks: dict[Key, asyncio.Task[int]] = {}
         self._wanted: dict[str, int] = {}  # of roles that were scaled
         self.leaving = self._left_debugger = False
+        self.stepped: Callable[[int], None] = lambda step: None  # told of each step that rank 0 has made, in its thread
         self._count = 0  # of ranks, so far
 
     async def run(self) -> int:
@@ -75,7 +76,7 @@ class InProcessRun:
             tempfile.TemporaryDirectory(prefix="rolecall-") as folder,
         ):
             number = secrets.randbelow(2**31)
-            self._shared = Shared(self.job, self.description, self.settings, Path(folder), number)
+            self._shared = Shared(self.job, self.description, self.settings, Path(folder), number, stepped=self.stepped)
             for role in self.description.roles:
                 for ordinal in range(role.count):
                     self._start((role.name, ordinal))
@@ -134,6 +135,20 @@ class InProcessRun:
         """Why the job has failed."""
         gang = self._shared.coordinator.result().gang
         return gang.reason if gang.state in OVER else ""
+
+    @property
+    def members(self) -> list[Key]:
+        """Those whose ranks have not ended."""
+        return [key for key, task in [*self._tasks.items()] if not task.done()]
+
+    def state(self) -> dict[str, Any]:
+        """What a page shows of it now; nothing before rank 0 coordinates. For other threads."""
+        rank0 = next(iter(self._ranks.values()))
+
+        async def state() -> dict[str, Any]:
+            return rank0.state()
+
+        return asyncio.run_coroutine_threadsafe(state(), self._loop).result(STOP_SECONDS)
 
     def _quit(self) -> None:
         self._left_debugger = True

@@ -83,7 +83,7 @@ class ThreadHost(worker.Host):
 
 class ThreadEnd(WorkerEnd):
     """The worker's end of its pipe, which is `closed` once the worker has ended. `failed` is told what a role's
-    function has raised."""
+    function has raised, `stepped` of rank 0's steps."""
 
     def __init__(
         self,
@@ -91,10 +91,12 @@ class ThreadEnd(WorkerEnd):
         task: Task,
         watchdog: Watchdog | None,
         exit: Callable[[int], NoReturn],
+        *,
         failed: Callable[[BaseException], None],
+        stepped: Callable[[int], None],
     ) -> None:
         super().__init__(connection, task, watchdog, exit)
-        self._failed = failed
+        self._failed, self._stepped = failed, stepped
 
     def require_alive(self) -> None:
         """Raises `Ended` if the worker has ended."""
@@ -105,6 +107,8 @@ class ThreadEnd(WorkerEnd):
         """See `WorkerEnd.report_step`."""
         self.require_alive()
         super().report_step(step)
+        if self._task.is_rank0:
+            self._stepped(step)
 
     def fail(self, problem: str | BaseException) -> NoReturn:
         """See `WorkerEnd.fail`."""
@@ -133,13 +137,15 @@ class WorkerThreads(WorkerProcess):
         job: Job,
         network: Network,
         failed: Callable[[BaseException], None],
+        stepped: Callable[[int], None],
     ) -> None:
         super().__init__(number, task, workers, perform)
         self._threads = Threads(name_of((task.role, task.ordinal)))
         self._host = ThreadHost(task, self._threads, network)
         self._job = job
         self._watchdog = Watchdog(task.settings.phase_timeout, task.settings.stuck_seconds)
-        self._end_of_worker = ThreadEnd(self._theirs, task, None if task.check else self._watchdog, self._exit, failed)
+        watchdog = None if task.check else self._watchdog
+        self._end_of_worker = ThreadEnd(self._theirs, task, watchdog, self._exit, failed=failed, stepped=stepped)
         self._failed = failed
         self._code: int | None = None  # once it ends
         self._lock = threading.Lock()  # for that

@@ -17,7 +17,7 @@ from rolecall import machine
 from rolecall.errors import UsageError
 from rolecall.launch import control
 from rolecall.machine import SUPERVISOR
-from rolecall.messages.control import KillRank, ListRanks, ScaleRole
+from rolecall.messages.control import KillRank, ListedRank, ListRanks, ScaleRole
 
 
 def ps(words: Sequence[str]) -> int:
@@ -46,13 +46,19 @@ def ps_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def find(run: str, name: str) -> ListedRank:
+    """The rank `name` of the run, such as observer_1."""
+    ranks = {rank.name: rank for rank in control.ask(run, ListRanks()).ranks}
+    rank = ranks.get(re.sub(r"[ -](?=\d+$)", "_", name))
+    if rank is None:
+        raise UsageError(f"RANK {name!r}: no such rank; there are {', '.join(ranks)}")
+    return rank
+
+
 def kill(words: Sequence[str]) -> int:
     """Kills a rank of the run, or a part of it; `rolecall run` starts what was killed again."""
     arguments = kill_parser().parse_args(words)
-    ranks = {rank.name: rank for rank in control.ask(arguments.run, ListRanks()).ranks}
-    rank = ranks.get(re.sub(r"[ -](?=\d+$)", "_", arguments.rank))
-    if rank is None:
-        raise UsageError(f"RANK {arguments.rank!r}: no such rank; there are {', '.join(ranks)}")
+    rank = find(arguments.run, arguments.rank)
     print(f"rolecall: {control.ask(arguments.run, KillRank(rank.role, rank.ordinal, arguments.part)).done}")
     return 0
 

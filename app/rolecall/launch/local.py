@@ -24,7 +24,7 @@ from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, remove_leftovers, te
 from rolecall.launch.hosts import Hosts
 from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
-from rolecall.messages.control import ListedRank
+from rolecall.messages.control import SOCKET, ListedRank
 from rolecall.observe import ask, targets
 from rolecall.observe.sinks.feed import END_SECONDS
 from rolecall.observe.targets import Address
@@ -145,7 +145,7 @@ class LocalRun:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
         try:
-            control = await Control(self._temporary / "control", self._listed, self.scale, self.kill).start()
+            control = await Control(self._temporary / SOCKET, self._listed, self.scale, self.kill).start()
             self._published = self._publish()
         except BaseException:
             self._remove_folders()
@@ -202,7 +202,7 @@ class LocalRun:
 
     def _publish(self) -> bool:
         try:
-            return targets.publish(self.directory, self.addresses, self._token_file, str(self._temporary / "control"))
+            return targets.publish(self.directory, self.addresses, self._token_file, str(self._temporary / SOCKET))
         except OSError as error:
             raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
 
@@ -320,7 +320,7 @@ class LocalRun:
     def _republish(self) -> None:
         if self._published:
             try:
-                targets.rewrite(self.directory, self.addresses, self._token_file, str(self._temporary / "control"))
+                targets.rewrite(self.directory, self.addresses, self._token_file, str(self._temporary / SOCKET))
             except OSError as error:
                 self.show(f"rolecall: {self.directory / targets.RANKS}: cannot be written ({error.strerror})")
 

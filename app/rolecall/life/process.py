@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rolecall.declare.task import Attachment
-from rolecall.gang.protocol import ALIVE, ATTACHED, Join, LostPeer, Outcome, WorkerState, WorkerStatus
+from rolecall.gang.protocol import ALIVE, ATTACHED, DEBUGGING, Join, LostPeer, Outcome, WorkerState, WorkerStatus
 from rolecall.messages import worker as messages
 from rolecall.record.files import FileWork
 from rolecall.record.history import Row
@@ -106,14 +106,19 @@ class WorkerLife:
         return self.state in ATTACHED
 
     @property
+    def is_debugged(self) -> bool:
+        """Whether somebody debugs it, or is to: no time limit counts."""
+        return self.alive and self.phase == DEBUGGING
+
+    @property
     def is_killed(self) -> bool:
         """Whether it ends, or is to be killed or told to exit, and so becomes no part of a generation any more."""
         return self.exiting or bool(self._kill_outcome)
 
     @property
     def last_heartbeat(self) -> float | None:
-        """When it last sent something; None without a process."""
-        return self.heard_at if self.alive and self.exists else None
+        """When it last sent something; None without a process, and while it is debugged."""
+        return self.heard_at if self.alive and self.exists and not self.is_debugged else None
 
     def status(self) -> WorkerStatus:
         """What rank 0 is told of it."""
@@ -134,7 +139,7 @@ class WorkerLife:
     @property
     def deadline(self) -> float:
         """When `tick` is due."""
-        return self._leave_by if self.alive else math.inf
+        return self._leave_by if self.alive and not self.is_debugged else math.inf
 
     # ---- the process
 
@@ -201,6 +206,8 @@ class WorkerLife:
     def _report(self, report: messages.Report, now: float) -> None:
         self._do(Record(report.rows))
         if self.phase != report.phase:
+            if self.is_debugged:
+                self._leave_by += now - self.phase_since
             self.phase_since, self.changed = now, True
         self.changed |= self.step == 0 and report.step > 0
         self.step, self.phase = report.step, report.phase
@@ -236,10 +243,11 @@ class WorkerLife:
                 self._do(Send(messages.Attach(attachment)))
             self.changed = True
 
-    def update(self, attachment: Attachment, *, drain: bool) -> None:
-        """Others have joined its generation or were lost; `drain`: it is to write the last checkpoint."""
+    def update(self, attachment: Attachment, *, drain: bool, paused: bool) -> None:
+        """Others have joined its generation or were lost; `drain`: it is to write the last checkpoint; `paused`: one of
+        them is debugged."""
         if self.attached:
-            self._do(Send(messages.Update(attachment)))
+            self._do(Send(messages.Update(attachment, paused)))
             if drain:
                 self._drains = True
                 self._do(Send(messages.Drain()))
@@ -302,6 +310,6 @@ class WorkerLife:
 
     def tick(self, now: float) -> None:
         """Moves on to `now`."""
-        if self.alive and now >= self._leave_by:
+        if now >= self.deadline:
             self._give_outcome("stopped")
             self._kill()

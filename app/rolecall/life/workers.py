@@ -303,7 +303,7 @@ class RankWorkers:
         if worker is None:
             return
         if directive.kind == "run" and worker.attached:
-            worker.update(attachment_of(directive), drain=directive.drain)
+            worker.update(attachment_of(directive), drain=directive.drain, paused=directive.paused)
         elif directive.kind == "load" and worker.alive:
             worker.relabel(directive.generation, directive.join)
 

@@ -5,6 +5,7 @@
 | links.py | `Links`: which peer is called by which connection, at which epoch; what a call waits for, and how it ends |
 | calls.py | A call, its deadline, and the errors of one that is late |
 | effects.py | What a driver is told to do |
+| pool.py | `Pool`: which member is called with which item of a map, and in what order the answers are given out |
 
 A link's states, for each peer that this member calls. A peer has an epoch, the number of its part in the generation
 (`member_epoch`); a higher one replaces the part before, with its connections:

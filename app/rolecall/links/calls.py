@@ -14,25 +14,35 @@ CallState = Literal["queued", "linking", "sent", "examined", "late", "answered",
 class Deadline(float):
     """A call's deadline in seconds, 0 for none; `setting` names the setting that it comes from. If `from_begin`, it
     runs from when the method begins. A call whose peer is not ready yet, or that waits behind others if `from_begin`,
-    has `wait` seconds more; `wait_setting` names that bound."""
+    has `wait` seconds more; `wait_setting` names that bound. Once it has passed, a call whose method runs, as its peer
+    says, has the deadline `running` instead, if there is one."""
 
     setting: str
     wait: float
     wait_setting: str
     from_begin: bool
+    running: Deadline | None
 
     def __new__(
-        cls, seconds: float, setting: str = "", *, wait: float = 0.0, wait_setting: str = "", from_begin: bool = False
+        cls,
+        seconds: float,
+        setting: str = "",
+        *,
+        wait: float = 0.0,
+        wait_setting: str = "",
+        from_begin: bool = False,
+        running: Deadline | None = None,
     ) -> Deadline:
         """A deadline of `seconds`."""
         self = super().__new__(cls, seconds)
         self.setting, self.wait, self.wait_setting, self.from_begin = setting, wait, wait_setting, from_begin
+        self.running = running
         return self
 
     @property
     def total(self) -> float:
         """Seconds within which the call ends, whatever it waits for; 0 for no such bound."""
-        return self + self.wait if self else 0.0
+        return (self.running or self) + self.wait if self else 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -93,13 +103,15 @@ class Call:
     def more_seconds(self, now: float, running: float | None, *, known: bool, ready: bool) -> float:
         """What is left of its deadline; 0 if it is late. Its method has been `running` for so long, None if it has not
         begun; that is `known` if the peer has said so. The peer is `ready` if the role's object is there."""
+        if running is not None and self.deadline.running:
+            self.deadline = self.deadline.running
         deadline = self.deadline
         if running is not None:
             return max(0.0, deadline - running) if deadline.from_begin or self.extended else 0.0
         if ready and not (known and deadline.from_begin):
             return 0.0
         self.extended = True
-        return max(0.0, min(float(deadline), deadline.total - (now - self.began)))
+        return max(0.0, min(float(deadline), deadline + deadline.wait - (now - self.began)))
 
 
 def frozen_error(late: CallTimeoutError) -> PeerLostError:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from msgspec import Struct
 
 from rolecall.gang.protocol import name_of
+
+SOCKET = "control"  # the socket's name in the run's temporary folder, which is TMPDIR of its ranks
+
+
+def debugger(folder: Path, member: str) -> Path:
+    """The socket at which `member` waits for `rolecall debug`, in the run's temporary folder."""
+    return folder / f"debug-{member}"
 
 
 class ListRanks(Struct, frozen=True, tag="ranks", tag_field="what"):

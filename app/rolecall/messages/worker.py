@@ -89,9 +89,10 @@ class Attach(Struct, frozen=True, tag="attach"):
 
 
 class Update(Struct, frozen=True, tag="update"):
-    """Who is in the generation now."""
+    """Who is in the generation now. `paused`: one of them is debugged, so no deadline of a call or a step counts."""
 
     attachment: Attachment
+    paused: bool = False
 
 
 class Detach(Struct, frozen=True, tag="detach"):

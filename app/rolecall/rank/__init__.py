@@ -4,6 +4,7 @@ adopting.py        What the fork server imports first, and no other process
 attaching.py       Makes a worker a part of generations, one at a time, and takes it out again
 collecting.py      Rank 0's collector of traces: copies the files of all ranks to CHECKPOINT_DIR/trace
 coordinator.py     The gang's coordinator, in rank 0's supervisor
+debugging.py       `breakpoint()` in a worker: pdb at a socket in the run's folder
 descendants.py     The processes below a process: adopts orphans, kills them all, and exits with a parent process
 disk_watch.py      Warns if work on files, by this process or its worker, takes long: the disk is slow or hangs
 endpoints.py       What a rank serves on METRICS_PORT: /metrics, /healthz (liveness) and /readyz

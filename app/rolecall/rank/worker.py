@@ -31,7 +31,7 @@ from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Peer, Task
 from rolecall.errors import Drained, PeerLostError, UsageError
 from rolecall.messages.worker import RecordTrace, Result
-from rolecall.rank import stack_dump
+from rolecall.rank import debugging, stack_dump
 from rolecall.rank.attaching import Attacher
 from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
@@ -110,7 +110,11 @@ def main(task: Task, connection: Connection) -> None:
     )
     pipe = WorkerEnd(connection, task, None if task.check else watchdog)
     if not config.exported("PYTHONBREAKPOINT"):
-        sys.breakpointhook = pipe.refuse_breakpoint
+        if debugging.possible() and not task.check:
+            member = Peer(task.role, task.ordinal, UNKNOWN_RANK).name
+            debugging.install(debugging.Terminal(settings.checkpoint_dir, member, pipe.report_debugging))
+        else:
+            sys.breakpointhook = pipe.refuse_breakpoint
     run(host, lambda: registry.get(task.job), pipe, watchdog)
 
 
@@ -209,9 +213,23 @@ def _make(context: Context[Any], role: Role, attacher: Attacher) -> Callable[[],
         refusal = f"role {role.name} has no class, and so no methods"
         attacher.provide(functools.partial(context.dispatcher.serve, None, refusal))
         return functools.partial(run, context) if run else None
+    context.constructing = True
     target: Any = cast(Any, run)(context)
-    attacher.provide(functools.partial(context.serve, target), getattr(target, "attached", None))
+    context.constructing = False
+    attached = getattr(target, "attached", None)
+    if context.kept is None:
+        attacher.provide(functools.partial(context.serve, target), attached)
+    else:
+        attacher.provide(functools.partial(context.serve, target), functools.partial(_attach, attached))
     return cast(Callable[[], Any], target.run) if hasattr(run, "run") else None
+
+
+def _attach(attached: Callable[[Any], object] | None, context: Context[Any]) -> None:
+    """Calls the object's method `attached`, and then sets what it keeps."""
+    if attached:
+        attached(context)
+    assert context.kept is not None
+    context.kept.load()
 
 
 def _checkpoints(host: Host, pipe: WorkerEnd) -> Checkpoints:

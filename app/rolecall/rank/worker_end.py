@@ -19,6 +19,7 @@ from rolecall.context.watchdog import Watchdog
 from rolecall.declare import loader, registry
 from rolecall.declare.task import Attachment, Peer, Task
 from rolecall.errors import ProgramError, UsageError
+from rolecall.gang.protocol import DEBUGGING
 from rolecall.messages import codec
 from rolecall.messages import worker as messages
 from rolecall.rank import stack_dump
@@ -27,11 +28,12 @@ from rolecall.record.files import longest_work
 from rolecall.record.history import Row, Start
 from rolecall.record.recorder import recorder
 from rolecall.torch_rpc import failures, tracing
+from rolecall.wire import clock
 
 REPORT_SECONDS = 0.5
 NO_DEBUGGER = (
-    "finds no terminal in a rank's process: run the job with --in-process, or see where it is by `rolecall stacks "
-    "RUN`; PYTHONBREAKPOINT may name a debugger that needs no terminal"
+    "has no terminal here: `rolecall debug` attaches to ranks of `rolecall run` on this machine, in breakpoint(); "
+    "--in-process runs all ranks at the terminal; PYTHONBREAKPOINT may name a debugger that needs none"
 )
 
 
@@ -52,6 +54,7 @@ class WorkerEnd(Supervision):
         self._step = 0
         self._sent_at = 0.0
         self._rows: list[Row] = []  # since the last report
+        self._is_debugged = False
 
     # ---- reports
 
@@ -73,6 +76,7 @@ class WorkerEnd(Supervision):
         with self._lock:
             rows, self._rows = tuple(self._rows), []
             phase, calls = (self._watchdog.doing, self._watchdog.long_calls()) if self._watchdog else ("", ())
+            phase = DEBUGGING if self._is_debugged else phase
             self._send(messages.Report(self._step, phase, rows, calls, longest_work()))
 
     def report_forever(self) -> None:
@@ -123,6 +127,12 @@ class WorkerEnd(Supervision):
     def report_stuck(self, problem: str) -> None:
         """Reports that this process is stuck, and its stacks."""
         self.send(messages.Stuck(problem, stack_dump.dump()))
+
+    def report_debugging(self, is_debugged: bool) -> None:
+        """Reports that somebody debugs this process, or does no longer. Meanwhile no deadline of the run counts."""
+        clock.hold("this worker", is_debugged)
+        self._is_debugged = is_debugged
+        self.report()
 
     def refuse_drain(self, problem: str) -> None:
         """Reports that the drain's checkpoint could not be written."""
@@ -178,9 +188,11 @@ class WorkerEnd(Supervision):
                     context.drain()
                 case messages.Attach(attachment):
                     attacher.attach(attachment)
-                case messages.Update(attachment):
+                case messages.Update(attachment, paused):
+                    clock.hold("its generation", paused)
                     context.group.update(attachment)
                 case messages.Detach() if attacher.stays:
+                    clock.hold("its generation", False)
                     attacher.detach()
                 case messages.RecordTrace():
                     self.record_trace(message, context.group.newest)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from rolecall.links import effects
 from rolecall.links.calls import Call, lost_error
 from rolecall.links.effects import Batch
 from rolecall.links.links import Links
-from rolecall.wire import apart
+from rolecall.wire import apart, clock
 from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher, Examined
 from rolecall.wire.frames import Frame, Kind
@@ -101,9 +100,9 @@ class Wire:
             with self._lock:
                 due = self._looks_at = self._links.due
             try:
-                dropped = self._wakeups.get(timeout=min(max(0.0, due - time.monotonic()), MAX_WAIT_SECONDS))
+                dropped = self._wakeups.get(timeout=min(clock.seconds_until(due), MAX_WAIT_SECONDS))
             except queue.Empty:
-                self._take(self._links.tick, time.monotonic())
+                self._take(self._links.tick, clock.now())
             else:
                 if dropped:
                     self._give_up(dropped)
@@ -136,7 +135,7 @@ class Wire:
                     if call.live:
                         self._write(link, call, call.content)
                 with self._lock:
-                    following = self._timed(self._links.flushed(link, time.monotonic())).effects
+                    following = self._timed(self._links.flushed(link, clock.now())).effects
                 for call in calls:
                     if call.request is None:  # it has waited for the link, by which calls are sent at once now
                         self._finish(call, None, None)
@@ -199,7 +198,7 @@ class Wire:
             return
         link = self._link(peer, sockets)
         link.start()  # first: a peer that waits for its answers to be read may not read what is sent
-        self._take(self._links.connected, peer, attempt, link, epoch=sockets.join, now=time.monotonic())
+        self._take(self._links.connected, peer, attempt, link, epoch=sockets.join, now=clock.now())
         if link.ended:  # perhaps before it was known
             self._take(self._links.closed, link, link.problem)
 
@@ -301,7 +300,7 @@ class Wire:
                 frame = items.get_nowait()
             except queue.Empty:
                 with self._lock:
-                    self._links.expect(call, time.monotonic())
+                    self._links.expect(call, clock.now())
                     self._timed(self._links.batch())
                 frame = items.get()  # bounded by the deadline, if there is one, and by the peer
                 if isinstance(frame, Frame):
@@ -327,7 +326,7 @@ class Wire:
         if waits:
             content = content.owned()  # its caller goes on before it is sent
         with self._lock:
-            link = links.begin(call, time.monotonic())
+            link = links.begin(call, clock.now())
             batch = None
             if link is None or links.due < self._looks_at:
                 batch = self._timed(links.batch())
@@ -365,7 +364,7 @@ class Wire:
         """Nobody waits for the answer of a call any more."""
         with self._lock:
             was_live = call.live
-            batch = self._timed(self._links.cancelled(call, time.monotonic()))
+            batch = self._timed(self._links.cancelled(call, clock.now()))
         if was_live:
             self._note(call, None, RemoteError(f"{call.method} was cancelled"))
         self._do(batch)
@@ -377,7 +376,7 @@ class Wire:
 
     def _is_answered(self, call: Pending) -> bool:
         with self._lock:
-            is_live = self._links.answered(call.number, time.monotonic()) is not None
+            is_live = self._links.answered(call.number, clock.now()) is not None
             batch = self._timed(self._links.batch()) if self._links.effects else None
         if batch:
             self._do(batch)
@@ -415,7 +414,7 @@ class Wire:
     def _examine(self, peer: str, calls: tuple[Call, ...]) -> None:
         def then(answer: Any) -> None:
             running, served = (None, False) if answer is None else Examined(*answer)
-            self._take(self._links.examined, calls, running, served=served, now=time.monotonic())
+            self._take(self._links.examined, calls, running, served=served, now=clock.now())
 
         self._ask(peer, "examine", self.me, tuple(call.number for call in calls), then=then)
 
@@ -435,7 +434,7 @@ class Wire:
                 setting=deadline.setting,
                 **details,
             )
-            alive, now = stacks is not None, time.monotonic()
+            alive, now = stacks is not None, clock.now()
             self._take(self._links.explained, late.calls, begun=late.begun, alive=alive, now=now)
 
         if late.silent:

@@ -14,19 +14,21 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rolecall.declare import loader
-from rolecall.declare.remote import MARK, Remote, find, remote
+from rolecall.declare.remote import MARK, Remote, find, remote, serial_names
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.record.recorder import NOOP, NoopSpan, Span
-from rolecall.wire import apart, tracing
+from rolecall.wire import apart, clock, tracing
 from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
 from rolecall.wire.messages import MAX_RUNNING, Failure, Request, pickled
+from rolecall.wire.serial import Line
 from rolecall.wire.session import belongs_to, serving
 
 T = TypeVar("T")
@@ -49,7 +51,7 @@ class Handover(Generic[T]):
 
 @dataclass(eq=False)
 class Call:
-    """A call that arrived and has not ended. `expires` and `arrived_ns` are of the monotonic clock."""
+    """A call that arrived and has not ended. `expires` and `begun` are times of `clock`."""
 
     link: Link
     number: int
@@ -66,7 +68,7 @@ class Call:
     @property
     def given_up(self) -> bool:
         """Whether nobody waits for its answer any more."""
-        return self.cancelled or self.link.ended or self.link.session.ended or time.monotonic() > self.expires
+        return self.cancelled or self.link.ended or self.link.session.ended or clock.now() > self.expires
 
     def cancel(self) -> None:
         """The caller does not wait any more."""
@@ -94,8 +96,10 @@ class Dispatcher:
     def __init__(self, me: str, *internals: object) -> None:
         self._me, self._internals = me, [*internals, self]
         self._target: object | None = None
+        self._serial = frozenset[str]()  # its methods that run one at a time
         self._refusal = ""  # why there is no target
         self._early: list[Call] = []  # that arrived before the target was there
+        self._line = Line(self._begin_serial)
         self._turns: queue.SimpleQueue[tuple[Call, Callable[..., Any]] | None] = queue.SimpleQueue()
         self._calls: dict[tuple[Link, int], Call] = {}
         self._lock = threading.Lock()
@@ -110,16 +114,22 @@ class Dispatcher:
     def serve(self, target: object | None, refusal: str = "") -> None:
         """Calls go to `target` from now on; without one they are refused with the text `refusal`."""
         with self._lock:
-            self._target, self._refusal = target, refusal
+            self._target, self._refusal, self._serial = target, refusal, serial_names(target)
             early, self._early = self._early, []
-        for call in early:
-            if self._admit(call):
-                apart.run(self._work, call)
+            admitted = [call for call in early if self._admit(call)]
+        self._resume(admitted)
+
+    def _resume(self, calls: list[Call]) -> None:
+        """Runs calls that have waited and may run now, and those that wait in line."""
+        for call in calls:
+            apart.run(self._work, call)
+        if self._line.waits:
+            apart.run(self._line.run)
 
     def pause(self) -> None:
         """Calls of the role's object wait until `serve` is called again."""
         with self._lock:
-            self._target, self._refusal = None, ""
+            self._target, self._refusal, self._serial = None, "", frozenset()
 
     def serve_turns(self) -> None:
         """Runs calls of methods with `turn`, as they come, until `stop_turns` is called."""
@@ -136,7 +146,7 @@ class Dispatcher:
     def examine(self, caller: str, numbers: tuple[int, ...]) -> Examined:
         """What the calls `numbers` of the member `caller` do."""
         calls = {call.number: call for call in list(self._calls.values()) if call.link.peer == caller}
-        now = time.monotonic()
+        now = clock.now()
         begun = [calls[number].begun if number in calls else None for number in numbers]
         served = self._target is not None or bool(self._refusal)
         return Examined(tuple(None if each is None else now - each for each in begun), served)
@@ -145,36 +155,53 @@ class Dispatcher:
 
     def received(self, link: Link, frame: Frame) -> None:
         """A request arrived. Returns once it has run, or waits somewhere."""
+        try:
+            call = self._unpack(link, frame)
+            with self._lock:
+                admitted = call is not None and self._admit(call)
+        finally:
+            link.unpacking.discard(frame.call)
+        if call is None or not admitted:
+            self._line.run()
+            return
+        if self._line.waits:  # for what this frame is
+            apart.run(self._line.run)
+        self._work(call)
+
+    def _unpack(self, link: Link, frame: Frame) -> Call | None:
+        """The call of a request; None if it has failed."""
         link.release(frame)
         if frame.excess:
             text = f"a message of {frame.excess} bytes is over MAX_MESSAGE_BYTES of {self._me}; send it in parts"
             self._fail(link, frame.call, Failure(UsageError.__name__, text))
-            return
+            return None
         try:
             request = Request(*decode(frame.body, frame.buffers))
         except BaseException as error:  # whatever unpickling the arguments raises
             self._fail(link, frame.call, self._failure(error))
-            return
-        expires = time.monotonic() + request.seconds if request.seconds else float("inf")
+            return None
+        expires = clock.now() + request.seconds if request.seconds else float("inf")
         call = Call(link, frame.call, request, expires)
         self._calls[link, frame.call] = call
-        if self._admit(call):
-            self._work(call)
+        return call
 
     def _admit(self, call: Call) -> bool:
-        """Whether a call may run now. Otherwise it runs once another one has ended, or its caller reads."""
+        """Whether a call may run now. Otherwise it runs once another one has ended, or its caller reads, or it is its
+        turn in the line. With the lock held."""
         if call.request.internal:
             return True
-        with self._lock:
-            if call.link.unread_answers >= MAX_UNREAD or call.link.unread_bytes >= MAX_UNREAD_BYTES:
-                self._held_back.setdefault(call.link, deque()).append(call)
-                return False
-            if self._running >= MAX_RUNNING:
-                self._waiting.append(call)
-                return False
-            self._running += 1
-            call.has_slot = True
-            return True
+        if call.link.unread_answers >= MAX_UNREAD or call.link.unread_bytes >= MAX_UNREAD_BYTES:
+            self._held_back.setdefault(call.link, deque()).append(call)
+            return False
+        if call.request.method in self._serial:
+            self._line.put(call)
+            return False
+        if self._running >= MAX_RUNNING:
+            self._waiting.append(call)
+            return False
+        self._running += 1
+        call.has_slot = True
+        return True
 
     def _work(self, call: Call) -> None:
         """Runs a call, and those that wait for its place."""
@@ -211,10 +238,8 @@ class Dispatcher:
             link.unread_bytes -= nbytes
             if link not in self._held_back or link.unread_answers or link.unread_bytes:
                 return
-            held = self._held_back.pop(link)
-        for call in held:
-            if self._admit(call):
-                apart.run(self._work, call)
+            admitted = [call for call in self._held_back.pop(link) if self._admit(call)]
+        self._resume(admitted)
 
     def cancel(self, link: Link, number: int) -> None:
         """The caller has given a call up."""
@@ -273,7 +298,10 @@ class Dispatcher:
             self._end(call, Failure(UsageError.__name__, f"{request.method} cannot be called at {self._me}: {of}"))
             return
         mark: Remote = getattr(method, MARK)
-        if mark.turn:
+        if mark.serial:  # it was here before the object
+            self._line.put(call)
+            self._line.run()
+        elif mark.turn:
             self._turns.put((call, method))
         elif mark.stream:  # which lasts as long as its reader likes, and must not keep others from running
             with self._lock:
@@ -291,9 +319,32 @@ class Dispatcher:
         else:
             self._call(call, method)
 
-    def _call(self, call: Call, method: Callable[..., Any], waited_ns: int = 0) -> None:
+    def _begin_serial(self, call: Call) -> None:
+        """It is a call's turn in the line."""
+        with self._lock:
+            method = find(self._target, call.request.method)
+            if method is None:  # the object is not there for the moment
+                self._early.append(call)
+        if method is None or self._is_given_up(call):
+            self._line.ended(call)
+        elif getattr(method, MARK).coroutine:
+            self._submit(call, method, partial(self._line.ended, call))
+            if call.coroutine is None:
+                self._line.ended(call)
+        else:
+            waited_ns = time.monotonic_ns() - call.arrived_ns
+            later = self._call(call, method, waited_ns=waited_ns, waits=False)
+            if later is None:
+                self._line.ended(call)
+            else:
+                later.add_done_callback(lambda _: self._line.ended(call))
+
+    def _call(
+        self, call: Call, method: Callable[..., Any], *, waited_ns: int = 0, waits: bool = True
+    ) -> concurrent.futures.Future[Any] | None:
+        """Calls a method. Returns the future that it has returned, if it has. `waits`: see `_answer`."""
         request = call.request
-        call.begun = time.monotonic()
+        call.begun = clock.now()
         token = serving.set(call.link.session)
         try:
             with tracing.serving(request, waited_ns) as span:
@@ -301,17 +352,19 @@ class Dispatcher:
                 if isinstance(value, concurrent.futures.Future):
                     span.returned()
         except BaseException as error:  # each end is an answer
-            self._end(call, self._failure(error))
-            return
+            self._end(call, self._failure(error), waits)
+            return None
         finally:
             serving.reset(token)
         if isinstance(value, concurrent.futures.Future):
             self._answer_later(call, value, span)
-        else:
-            span.end()
-            self._answer(call, value)
+            return value
+        span.end()
+        self._answer(call, value, waits)
+        return None
 
-    def _submit(self, call: Call, method: Callable[..., Any]) -> None:
+    def _submit(self, call: Call, method: Callable[..., Any], ended: Callable[[], object] | None = None) -> None:
+        """Has the event loop run an async method. Calls `ended` once it has ended, perhaps twice."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -321,12 +374,17 @@ class Dispatcher:
         answers_here = threading.Event()  # what answers the call was added before its end, and so runs in the loop
 
         async def run() -> Any:
-            call.begun = time.monotonic()
+            call.begun = clock.now()
+            if ended and call.cancelled:  # it may have ended for others already
+                ended()
+                raise asyncio.CancelledError
             with belongs_to(call.link.session), tracing.serving(call.request) as span:
                 try:
                     value = await method(*call.request.args, **call.request.kwargs)
                 finally:
                     span.end()
+                    if ended:
+                        ended()
                 if isinstance(value, Handover):  # here, since a cancelled future forgets what the coroutine returns
                     self._hand_over(call, value)
                 answers_here.wait()  # for a moment
@@ -338,6 +396,8 @@ class Dispatcher:
             call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
         if call.cancelled:
             call.coroutine.cancel()
+        if ended:  # one that is cancelled before it begins never does
+            call.coroutine.add_done_callback(lambda _: None if call.begun else ended())
         try:
             self._answer_later(call, call.coroutine, NOOP)
         finally:  # the loop waits for it
@@ -394,7 +454,7 @@ class Dispatcher:
 
     def _stream(self, call: Call, method: Callable[..., Iterator[Any]], room: threading.Semaphore) -> None:
         request = call.request
-        call.begun = time.monotonic()
+        call.begun = clock.now()
         try:
             with belongs_to(call.link.session), tracing.serving(request) as span:
                 items = method(*request.args, **request.kwargs)

@@ -82,6 +82,7 @@ class Link:
         self._lock = threading.Lock()
         self._ended = self._shut_down = self._unread = False
         self.unread_answers = self.unread_bytes = 0  # that the dispatcher sends, and the peer has not read
+        self.unpacking = set[int]()  # requests that were read, and whose methods are not known yet
         self._outbox = Ordered()
 
     def start(self) -> None:
@@ -130,6 +131,8 @@ class Link:
                 if frame.kind == Kind.RELEASED:
                     self._writer.released(COUNT.unpack(frame.body)[0], frame.call)
                 elif frame.in_memory or not self._quick(self, frame):
+                    if frame.kind == Kind.REQUEST:
+                        self.unpacking.add(frame.call)
                     return frame
         except BROKEN as error:
             self.close(str(error) or type(error).__name__)

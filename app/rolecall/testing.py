@@ -1,0 +1,218 @@
+"""A pytest plugin: the fixture `run_job` runs a job, kills members on the way, and asserts that nothing is left.
+
+pytest loads it wherever Rolecall is installed, so it imports nothing large by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from rolecall.declare.spec import Job
+    from rolecall.inprocess.run import InProcessRun
+
+RUN_SECONDS = 300.0  # for a run in ranks of their own
+END_SECONDS = 10.0  # for what a run has started to end after it
+LOOK_SECONDS = 0.05  # between two looks at the step, or at what is left
+STEP = re.compile(r"^rolecall_step(?:\{.*\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that has ended. `summary` is that of summary.json, in the run's `directory`; `killed` are the members that
+    were killed, in order."""
+
+    directory: Path
+    summary: dict[str, Any]
+    killed: tuple[str, ...]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What rank 0's function has returned."""
+        return dict(self.summary["result"])
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The rows of history.jsonl."""
+        return [json.loads(line) for line in (self.directory / "history.jsonl").read_text().splitlines()]
+
+
+class Kills:
+    """Kills members by `kill`, which raises UsageError for one without a worker, once rank 0 has made their steps."""
+
+    def __init__(self, steps: Mapping[str, int]) -> None:
+        self._due = dict(steps)
+        self.done: list[str] = []
+        self.kill: Callable[[str], object] = self.done.append  # until there is a run
+
+    def stepped(self, step: int) -> None:
+        """Rank 0 has made `step`."""
+        from rolecall.errors import UsageError
+
+        for member in [member for member, due in self._due.items() if step >= due]:
+            with contextlib.suppress(UsageError):  # it is being started: at the next step
+                self.kill(member)
+                del self._due[member]
+                self.done.append(member)
+
+    def require_done(self) -> None:
+        """Fails the test if one is missing."""
+        if self._due:
+            missing = ", ".join(f"{member} at step {step}" for member, step in self._due.items())
+            pytest.fail(f"kills={missing}: the job ended before; does a member of that name exist?")
+
+
+class RunJob:
+    """Runs jobs for one test, below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+
+    def __call__(
+        self,
+        job: Job | str | Path,
+        *,
+        in_process: bool = True,
+        kills: Mapping[str, int] | None = None,
+        **settings: Any,
+    ) -> FinishedRun:
+        """Runs `job` with `settings` to its end: a `Job`, or FILE.py, a module or a built-in job's name. `in_process`
+        has its ranks be threads of this process; otherwise they are processes, and `job` is no `Job`.
+
+        `kills` names members and the step of rank 0 after which the worker of each is killed, as by a crash:
+        `{"worker_1": 3}`. Without `checkpoint_dir` the run has a new one. Raises what the job raises as ProgramError,
+        UsageError for bad input, and RankError for another end; fails the test if a member was not killed, or if a
+        thread, a process or a temporary file of the run is left.
+        """
+        self._count += 1
+        settings = {"checkpoint_dir": self._folder / f"run-{self._count}", **settings}
+        todo, directory = Kills(kills or {}), Path(settings["checkpoint_dir"])
+        with _nothing_left() as temporary:
+            summary = _run_here(job, settings, todo) if in_process else _run_ranks(str(job), settings, todo, temporary)
+        todo.require_done()
+        return FinishedRun(directory, summary, tuple(todo.done))
+
+
+@pytest.fixture
+def run_job(tmp_path: Path) -> RunJob:
+    """Runs a job to its end: `run = run_job(pi.JOB, samplers=2, kills={"sampler_1": 3})`; see `RunJob`."""
+    return RunJob(tmp_path)
+
+
+# ---- the run
+
+
+def _run_here(job: Job | str | Path, settings: dict[str, Any], kills: Kills) -> dict[str, Any]:
+    from rolecall import config
+    from rolecall.declare import registry
+    from rolecall.inprocess.run import run_in_process
+
+    declared = registry.get(str(job)) if isinstance(job, str | Path) else job
+
+    def started(run: InProcessRun) -> None:
+        kills.kill, run.stepped = run.kill, kills.stepped
+
+    name = Path(str(job)).stem if isinstance(job, str | Path) else "job"
+    return run_in_process(declared, config.load(declared.settings, **settings), name, started)
+
+
+def _run_ranks(job: str, settings: dict[str, Any], kills: Kills, temporary: Path) -> dict[str, Any]:
+    from rolecall import config
+    from rolecall.errors import FAILED, USAGE, ProgramError, RankError, UsageError
+    from rolecall.launch import commands, control
+    from rolecall.messages.control import KillRank
+    from rolecall.observe import targets
+    from rolecall.record import rundir
+
+    directory = Path(settings["checkpoint_dir"])
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-P", "-m", "rolecall", "run", job, "--plain", *flags]
+
+    def kill(member: str) -> None:
+        rank = commands.find(str(directory), member)
+        control.ask(str(directory), KillRank(rank.role, rank.ordinal, "worker"))
+
+    kills.kill, end = kill, time.monotonic() + RUN_SECONDS
+    with tempfile.TemporaryFile("w+", dir=directory.parent) as log:
+        environment = config.child_environment(TMPDIR=str(temporary))
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                if (run := targets.run_in(directory)) is not None:
+                    kills.stepped(_step_at(run.ranks[0].url))
+                time.sleep(LOOK_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS)
+                process.kill()
+            code = process.wait()
+        log.seek(0)
+        output = log.read()
+    print(output)  # pytest shows it if the test fails
+    lines = [line for line in output.splitlines() if line.startswith("rolecall: ")]
+    if code == USAGE:
+        raise UsageError(lines[0].removeprefix("rolecall: ") if lines else output)
+    if code == FAILED:
+        raise ProgramError(output)
+    summary = rundir.read_summary(directory)
+    if code or summary is None:
+        raise RankError(f"{job}: ended with exit code {code}, within {RUN_SECONDS:g} s:\n{output}")
+    return summary
+
+
+def _step_at(url: str) -> int:
+    """The newest step of rank 0, whose metrics are at `url`; 0 before the first."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=END_SECONDS) as answer:  # it may not listen
+        if match := STEP.search(answer.read().decode()):
+            return int(float(match[1]))
+    return 0
+
+
+# ---- what is left
+
+
+@contextlib.contextmanager
+def _nothing_left() -> Iterator[Path]:
+    """Fails if a thread, a process, or a file in the folder for temporary files that it yields outlasts the block."""
+    before = {*threading.enumerate()}, {child.pid for child in psutil.Process().children(recursive=True)}
+    temporary = Path(tempfile.mkdtemp(prefix="rolecall-test-"))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", str(temporary))
+            yield temporary
+        end = time.monotonic() + END_SECONDS
+        while (left := _left(temporary, *before)) and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
+        if left:
+            pytest.fail(f"the run has left {', '.join(left)}")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _left(temporary: Path, threads: set[threading.Thread], processes: set[int]) -> list[str]:
+    """What there is that was not there before, in words."""
+    left = [f"the thread {thread.name!r}" for thread in {*threading.enumerate()} - threads]
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+            is_theirs = process.pid in children - processes or process.environ().get("TMPDIR") == str(temporary)
+            left += [f"the process {process.pid} ({process.name()})"] if is_theirs else []
+    return left + [f"the file {path}" for path in temporary.iterdir()]

@@ -1,0 +1,72 @@
+"""Calls that run one at a time, in the order in which they came."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rolecall.wire import apart
+
+
+class Line:
+    """Calls of methods with `serial`. `begin(call)` runs one, and `ended` is called once it has ended. A caller's calls
+    run in the order in which it has made them, though several threads read them."""
+
+    def __init__(self, begin: Callable[[Any], None]) -> None:
+        self._begin = begin
+        self._waiting = deque[Any]()
+        self._running: Any = None
+        self._runner = 0  # the thread that begins calls
+        self._newest: dict[Any, int] = {}  # the highest number that waits, of each link
+        self._lock = threading.Lock()
+
+    def put(self, call: Any) -> None:
+        """`call` waits for its turn; `run` has to follow."""
+        with self._lock:
+            place = len(self._waiting)
+            if call.number < self._newest.get(call.link, 0):  # a later one was read faster
+                later = (
+                    n for n, each in enumerate(self._waiting) if each.link is call.link and each.number > call.number
+                )
+                place = next(later, place)
+            else:
+                self._newest[call.link] = call.number
+            self._waiting.insert(place, call)
+
+    @property
+    def waits(self) -> bool:
+        """Whether `run` is to be called."""
+        return bool(self._waiting) and self._running is None
+
+    def run(self) -> None:
+        """Runs the calls that wait, unless one runs, until one goes on elsewhere."""
+        while True:
+            with self._lock:
+                if self._running is not None or not self._waiting:
+                    return
+                call = self._waiting[0]
+                if any(number < call.number for number in tuple(call.link.unpacking)):
+                    return  # `run` follows
+                self._waiting.popleft()
+                if self._newest.get(call.link) == call.number:
+                    del self._newest[call.link]
+                self._running, self._runner = call, threading.get_ident()
+            try:
+                self._begin(call)
+            except BaseException:
+                self.ended(call)
+                raise
+            finally:
+                self._runner = 0
+
+    def ended(self, call: Any) -> None:
+        """A call has ended; perhaps it is said twice."""
+        with self._lock:
+            if self._running is not call:
+                return
+            self._running = None
+            goes_on = bool(self._waiting) and self._runner != threading.get_ident()
+        if goes_on:
+            apart.run(self.run)

@@ -38,7 +38,7 @@ class Wire:
         self.dropped = list[str]()  # calls whose iterator has gone
         self.refusal: Callable[[], None] | None = None  # raises in place of a call
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> Future[Any]:
         if self.refusal:
             self.refusal()
         self.calls.append((to, request.method, request.args, float(deadline)))

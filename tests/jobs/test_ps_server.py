@@ -150,7 +150,7 @@ class Lead:
     def __init__(self) -> None:
         self.reports: queue.SimpleQueue[tuple[list[Key], Future[None]]] = queue.SimpleQueue()
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[None]:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> Future[None]:
         assert (to, request.method) == ("ps_0", "complete")
         answer: Future[None] = Future()
         self.reports.put((request.args[0], answer))

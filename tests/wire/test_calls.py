@@ -221,7 +221,7 @@ def test_a_peer_that_joins_again_is_connected_to_anew(wires: Wires, gate: Gate, 
     gate.gate(1).set()
     assert future.result(DEADLINE) == 1
     assert wires.call("a", "b", "echo", 2).result(DEADLINE) == 2
-    until(lambda: wires.wires["a"]._links.link_to("b").join == 1, "the link to the new one")
+    assert wires.wires["a"]._links.peer("b").epoch == 1
     until(lambda: len(wires.wires["b"]._links._accepted) == 1, "the end of the other")
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rolecall import remote
-from rolecall.context.services import Services
 from rolecall.errors import PeerLostError
 from rolecall.wire.calls import Wire
 from rolecall.wire.dispatch import Dispatcher, Handover
@@ -28,12 +27,6 @@ def until(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.01)
-
-
-class Internals:
-    """What each worker serves, without a supervisor."""
-
-    stacks = Services.stacks
 
 
 class Member:
@@ -154,7 +147,7 @@ class Wires:
         return Wire(
             name,
             lambda peer, join: self.sockets(name, peer),
-            Dispatcher(name, Internals()),
+            Dispatcher(name),
             max_message_bytes=limit,
             lost=lambda peer, join, error: self.lost.append(peer),
             session=Session(),

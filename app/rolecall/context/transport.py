@@ -41,10 +41,10 @@ class Transport:
         self.call_unwatched, self.in_flight = wire.call, wire.in_flight
         self.has_lost, self.on_disconnect = wire.has_lost, wire.on_disconnect
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
-        """Calls a method of the peer `to`."""
+    def call(self, to: str, request: Request, deadline: Deadline, *, waits: bool = True) -> Future[Any]:
+        """Calls a method of the peer `to`; see `Wire.call`."""
         content, request, ended = self._begin(to, request, deadline)
-        return self.wire.call(to, request, deadline, ended, content=content)
+        return self.wire.call(to, request, deadline, ended, content=content, waits=waits)
 
     def stream(self, to: str, request: Request, deadline: Deadline) -> Stream[Any]:
         """Calls a generator of the peer `to`."""
@@ -120,9 +120,11 @@ class Transport:
         if before is not None:
             before.result()
         request = Request("take_progress", (event,), {}, float(self._deadline), internal=True)
-        self._forwarded = self.wire.call(self._rank0, request, self._deadline)
+        forwarded = self.wire.call(self._rank0, request, self._deadline)
         if isinstance(event, StepLogged) and event.score is not None:
-            self._forwarded.result()
+            forwarded.result()
+        else:
+            self._forwarded = forwarded
 
 
 def _unpicklable(to: str, request: Request, error: Exception) -> str:

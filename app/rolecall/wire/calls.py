@@ -16,12 +16,12 @@ from typing import Any, cast
 from rolecall import telemetry
 from rolecall.errors import PeerLostError, RemoteError
 from rolecall.links import effects
-from rolecall.links.calls import Call, lost_error
+from rolecall.links.calls import Call, Examined, lost_error
 from rolecall.links.effects import Batch
 from rolecall.links.links import Links
 from rolecall.wire import apart
 from rolecall.wire.codec import Encoded, decode, encode
-from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher, Examined
+from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.link import Link, Sockets, pair
@@ -42,7 +42,7 @@ class Pending(Call):
     request: Request | None = field(kw_only=True)
     ended: Ended | None = None
     future: Future[Any] = field(init=False)
-    content: Encoded | None = field(default=None, init=False)  # while it waits for its link, in memory of its own
+    content: Encoded | None = field(default=None, init=False)  # while it waits and its caller does not, a copy
     room: threading.Event | None = field(default=None, init=False)  # that its caller waits for
     items: queue.SimpleQueue[Frame | Exception | None] | None = field(default=None, init=False)  # of a stream
 
@@ -123,26 +123,17 @@ class Wire:
         """Does one thing. Returns what follows from it."""
         match effect:
             case effects.Connect(peer, epoch, attempt):
-                work = threading.Thread(target=self._connect, args=(peer, epoch, attempt), name=f"wire to {peer}")
-                work.daemon = True
-                try:
-                    work.start()
-                except RuntimeError as error:  # there are too many threads
-                    lost = PeerLostError(f"{peer} cannot be connected to: {error}")
+                if not apart.start(f"wire to {peer}", self._connect, peer, epoch, attempt):
+                    lost = PeerLostError(f"{peer} cannot be connected to: {apart.TOO_MANY}")
                     with self._lock:
                         return self._timed(self._links.not_connected(peer, attempt, lost)).effects
-            case effects.Flush(link, calls):
-                for call in calls:
-                    if call.live:
-                        self._write(link, call, call.content)
-                with self._lock:
-                    following = self._timed(self._links.flushed(link, time.monotonic())).effects
-                for call in calls:
-                    if call.request is None:  # it has waited for the link, by which calls are sent at once now
-                        self._finish(call, None, None)
-                return following
+            case effects.Flush(link):
+                return self._flush(link)
             case effects.Send(call):
-                call.room.set()
+                if call.room:
+                    call.room.set()
+                else:
+                    self._write(call.link, call, call.content, waits=False)
             case effects.Fail(call, error):
                 self._end(call, None, error)
             case effects.Cancel(call):
@@ -152,14 +143,32 @@ class Wire:
                 link.close(problem)
             case effects.Examine(peer, calls):
                 apart.run(self._examine, peer, calls)
-            case effects.Explain():
-                apart.run(self._explain, effect)
+            case effects.Late(calls, said):
+                self._log_late(calls[0], said)
             case effects.Tell(peer, listeners):
                 for listener in listeners:
                     apart.run(listener, peer)
             case effects.ReportLost(peer, epoch, problem):
                 apart.run(self._report_lost, peer, epoch, problem)
         return ()
+
+    def _flush(self, link: Link) -> tuple[effects.Effect, ...]:
+        """Sends what has waited for a link. Returns what follows."""
+        connected = list[Pending]()  # calls that have waited for the link alone
+        following = list[effects.Effect]()
+        while True:
+            with self._lock:
+                call = cast(Pending | None, self._links.next_waiting(link, time.monotonic()))
+                following += self._timed(self._links.batch()).effects
+            if call is None:
+                break
+            if call.request:
+                self._write(link, call, call.content)
+            else:
+                connected.append(call)
+        for call in connected:  # calls are sent at once now
+            self._finish(call, None, None)
+        return tuple(following)
 
     def _report_lost(self, peer: str, epoch: int, problem: str) -> None:
         if not self._session.ended:  # with which all are lost
@@ -190,6 +199,8 @@ class Wire:
         """Makes the link to a peer, and sends what waits for it."""
         try:
             sockets = self._to_self(epoch) if peer == self.me else self._dial(peer, epoch)
+            link = self._link(peer, sockets)
+            link.start()  # first: a peer that waits for its answers to be read may not read what is sent
         except BaseException as error:
             lost = error
             if not isinstance(error, PeerLostError):
@@ -197,8 +208,6 @@ class Wire:
                 lost.__cause__ = error
             self._take(self._links.not_connected, peer, attempt, lost)
             return
-        link = self._link(peer, sockets)
-        link.start()  # first: a peer that waits for its answers to be read may not read what is sent
         self._take(self._links.connected, peer, attempt, link, epoch=sockets.join, now=time.monotonic())
         if link.ended:  # perhaps before it was known
             self._take(self._links.closed, link, link.problem)
@@ -256,16 +265,15 @@ class Wire:
         *,
         content: Encoded | None = None,
         urgent: bool = False,
+        waits: bool = True,
     ) -> Future[Any]:
         """Calls `request` at the peer `to`; `ended` is called before the future has its result. `content` is the
-        encoded request, if the caller has it already. A call that is `urgent` waits for no earlier one. Raises what
-        pickling the arguments raises."""
-        content = content or encode(tuple(request))
-        call = Pending(
-            to, request.method, deadline, content.nbytes, request.internal, urgent=urgent, request=request, ended=ended
-        )
+        encoded request, if the caller has it already. A call that is `urgent` waits for no earlier one. Without
+        `waits`, the caller does not wait for the peer to read, or to answer earlier calls: what it does not take at
+        once is copied. Raises what pickling the arguments raises."""
+        call, content = self._make(to, request, deadline, ended, content, urgent=urgent)
         call.future = Future(partial(self._give_up, call), partial(self._wakeups.put, call))
-        self._start(call, content)
+        self._start(call, content, waits)
         return call.future
 
     def stream(
@@ -278,10 +286,7 @@ class Wire:
         content: Encoded | None = None,
     ) -> Stream[Any]:
         """Calls a generator at the peer `to`. Each item may take until the deadline; `request` has none."""
-        content = content or encode(tuple(request))
-        call = Pending(
-            to, request.method, deadline, content.nbytes, request.internal, stream=True, request=request, ended=ended
-        )
+        call, content = self._make(to, request, deadline, ended, content, stream=True)
         items = call.items = queue.SimpleQueue()
         call.future = Future()  # for what is no stream's answer
         self._start(call, content)
@@ -292,6 +297,15 @@ class Wire:
                 items.put(None)
 
         return Stream(self._read(call, items), close, partial(self._wakeups.put, call))
+
+    @staticmethod
+    def _make(
+        to: str, request: Request, deadline: Deadline, ended: Ended | None, content: Encoded | None, **kinds: bool
+    ) -> tuple[Pending, Encoded]:
+        content = content or encode(tuple(request))
+        nbytes, internal = content.nbytes, request.internal
+        call = Pending(to, request.method, deadline, nbytes, internal, request=request, ended=ended, **kinds)
+        return call, content
 
     def _read(self, call: Pending, items: queue.SimpleQueue[Frame | Exception | None]) -> Iterator[Any]:
         """What a stream's reader reads, in its thread."""
@@ -321,38 +335,45 @@ class Wire:
                     call.link.send_count(Kind.CREDIT, call.number, taken)
                 taken = 0
 
-    def _start(self, call: Pending, content: Encoded) -> None:
+    def _start(self, call: Pending, content: Encoded, waits: bool = True) -> None:
         links = self._links
-        waits = links.link_to(call.to) is None
-        if waits:
+        is_copied = links.link_to(call.to) is None
+        if is_copied:
             content = content.owned()  # its caller goes on before it is sent
         with self._lock:
             link = links.begin(call, time.monotonic())
             batch = None
             if link is None or links.due < self._looks_at:
                 batch = self._timed(links.batch())
-                if call.state == "linking":
-                    call.content = content if waits else content.owned()
-                elif call.state == "queued":
+                if call.state == "queued" and waits:
                     call.room = threading.Event()
+                elif call.state in ("linking", "queued"):
+                    call.content = content if is_copied else content.owned()
         if batch:
             self._do(batch)
         if call.room:
             call.room.wait()  # bounded by its deadline, if there is one, and by the peer
             link = call.link
         if link is not None:
-            self._write(link, call, content)
+            self._write(link, call, content, waits)
 
-    def _write(self, link: Link, call: Pending, content: Encoded | None) -> None:
-        """Sends a request."""
+    def _write(self, link: Link, call: Pending, content: Encoded | None, waits: bool = True) -> None:
+        """Sends a request. Without `waits`, the thread does not wait for the peer to read."""
         call.content = None
         if call.request is None:
             self._finish(call, None, None)
             return
-        try:
-            link.send(Kind.REQUEST, call.number, cast(Encoded, content))
-        except OSError as error:
-            link.close(str(error))
+        request = cast(Encoded, content)
+        if waits and not link.busy:  # otherwise it would overtake what is sent apart
+            try:
+                link.send(Kind.REQUEST, call.number, request)
+            except OSError as error:
+                link.close(str(error))
+            self._written(call)
+        else:
+            link.offer(Kind.REQUEST, call.number, request, partial(self._written, call))
+
+    def _written(self, call: Pending) -> None:
         call.written = True
         if call.state == "given up":  # meanwhile
             self._cancel(call)
@@ -377,7 +398,7 @@ class Wire:
 
     def _is_answered(self, call: Pending) -> bool:
         with self._lock:
-            is_live = self._links.answered(call.number, time.monotonic()) is not None
+            is_live = self._links.answered(call, time.monotonic())
             batch = self._timed(self._links.batch()) if self._links.effects else None
         if batch:
             self._do(batch)
@@ -403,45 +424,30 @@ class Wire:
 
     # ---- late calls
 
-    def _ask(self, peer: str, method: str, *args: Any, then: Callable[[Any], None]) -> None:
-        """Asks a peer about late calls, whatever is in flight. Calls `then` with the answer, None without one."""
-        request = Request(method, args, {}, EXAMINE_SECONDS, internal=True)
-
-        def ended(value: Any, error: Exception | None, _: int) -> None:
-            apart.run(then, None if error else value)
-
-        self.call(peer, request, Deadline(EXAMINE_SECONDS), ended, urgent=True)
-
     def _examine(self, peer: str, calls: tuple[Call, ...]) -> None:
+        """Asks a peer about late calls, whatever is in flight."""
+        asked = tuple((call.number, call.method) for call in calls)
+        request = Request("examine", (self.me, asked), {}, EXAMINE_SECONDS, internal=True)
+
         def then(answer: Any) -> None:
-            running, served = (None, False) if answer is None else Examined(*answer)
-            self._take(self._links.examined, calls, running, served=served, now=time.monotonic())
+            said = None if answer.exception() else Examined(*answer.result())
+            self._take(self._links.examined, calls, said, time.monotonic())
 
-        self._ask(peer, "examine", self.me, tuple(call.number for call in calls), then=then)
+        self.call(peer, request, Deadline(EXAMINE_SECONDS), urgent=True, waits=False).add_done_callback(then)
 
-    def _explain(self, late: effects.Explain) -> None:
-        first = late.calls[0]
-
-        def then(stacks: str | None) -> None:
-            details = {"exception": f"stacks of {first.to}:\n{stacks}"}
-            if stacks is None:
-                details = {"stacks": "none: the peer does not answer"}
-            deadline = first.deadline
-            telemetry.log().warning(
-                "call timed out",
-                peer=first.to,
-                function=first.method,
-                deadline_s=float(deadline),
-                setting=deadline.setting,
-                **details,
-            )
-            alive, now = stacks is not None, time.monotonic()
-            self._take(self._links.explained, late.calls, begun=late.begun, alive=alive, now=now)
-
-        if late.silent:
-            then(None)
-        else:
-            self._ask(first.to, "stacks", first.method, then=then)
+    @staticmethod
+    def _log_late(call: Call, said: Examined | None) -> None:
+        details = {"stacks": "none: the peer does not answer"}
+        if said:
+            details = {"exception": f"stacks of {call.to}:\n{said.stacks.get(call.method)}"}
+        telemetry.log().warning(
+            "call timed out",
+            peer=call.to,
+            function=call.method,
+            deadline_s=float(call.deadline),
+            setting=call.deadline.setting,
+            **details,
+        )
 
     # ---- what arrives
 
@@ -466,7 +472,7 @@ class Wire:
         if frame.kind == Kind.REQUEST:
             self.dispatcher.received(link, frame)
             return
-        call = cast(Pending | None, self._links.calls.get(frame.call))
+        call = cast(Pending | None, self._links.sent(frame.call, link))
         if frame.kind != Kind.ITEM:
             link.release(frame)
         if call is not None:

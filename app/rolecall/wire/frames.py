@@ -29,7 +29,6 @@ IN_MEMORY = 1  # flag: the buffers are in the sender's memory
 RECEIVE_BYTES = 256 * 1024  # of a connection's buffer
 RESERVED_BYTES = 256 * 2**20  # for what has not arrived; memory for a larger buffer grows as it arrives
 JOIN_BYTES = 64 * 1024  # a smaller frame is sent by one system call
-READY_BYTES = 4096  # that a socket takes at once if it is ready to be written to
 MAX_BUFFERS = 1024  # that one sendmsg takes
 
 
@@ -210,15 +209,17 @@ class FrameWriter:
             self._send_parts(parts)
 
     def try_send(self, kind: Kind, call: int, content: Encoded) -> bool:
-        """Sends a small frame if that takes no wait. Returns whether it did. Raises OSError."""
-        if content.nbytes > READY_BYTES or not self._lock.acquire(blocking=False):
+        """Sends a frame that is not large if that takes no wait. Returns whether it did. Raises OSError."""
+        if content.nbytes >= memory.MIN_BYTES or not self._lock.acquire(blocking=False):
             return False
         try:
             if self._sock.fileno() < 0:
                 raise ConnectionError("the connection was closed")
+            # a third of its buffer is free if a socket is ready, TCP or Unix
+            room = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
             ready = select.poll()
             ready.register(self._sock, select.POLLOUT)
-            if not ready.poll(0):
+            if content.nbytes > room or not ready.poll(0):
                 return False
             self._sock.sendall(b"".join((_head(kind, call, content), content.body, *content.buffers)))
             return True

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rolecall import telemetry
-from rolecall.wire import memory
+from rolecall.errors import PeerLostError
+from rolecall.wire import apart, memory
 from rolecall.wire.apart import Ordered
 from rolecall.wire.codec import Encoded
 from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
@@ -73,7 +74,7 @@ class Link:
         closed: Callable[[Link, str], None],
         drained: Callable[[Link], None],
     ) -> None:
-        self.peer, self.join, self.session, self.problem = peer, sockets.join, session, ""
+        self.peer, self.session, self.problem = peer, session, ""
         self._sockets = sockets
         self._reader = FrameReader(sockets.incoming, limit, sockets.pid)
         self._writer = FrameWriter(sockets.outgoing, sockets.read_by_peer)
@@ -85,8 +86,11 @@ class Link:
         self._outbox = Ordered()
 
     def start(self) -> None:
-        """Begins to read."""
-        self._readers.start()
+        """Begins to read. Raises PeerLostError, and closes the link, if there are too many threads for that."""
+        if not self._readers.start():
+            self._unread = True
+            self.close(apart.TOO_MANY)
+            raise PeerLostError(apart.TOO_MANY)
 
     # ---- sending
 
@@ -100,7 +104,7 @@ class Link:
         """Sends a frame, without a wait for the peer: what it does not take at once is copied, and sent apart. Calls
         `sent` once it is sent, or never will be."""
         try:
-            done = not self._outbox.busy and self._writer.try_send(kind, call, content)
+            done = not self.busy and self._writer.try_send(kind, call, content)
         except OSError as error:
             self.close(str(error))
             done = True
@@ -115,6 +119,11 @@ class Link:
         except OSError as error:
             self.close(str(error))
         sent()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is sent apart."""
+        return self._outbox.busy
 
     def send_count(self, kind: Kind, call: int, count: int) -> None:
         """Sends a frame with a number."""

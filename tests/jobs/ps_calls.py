@@ -90,7 +90,7 @@ class Gang:
             self.contexts[me.name] = context
             if me.role == "ps":
                 self.roles[me.name] = server = Server(context)
-                server._answering = server._reporting = Inline(1)  # type: ignore[assignment]
+                server._reporting = Inline(1)  # type: ignore[assignment]
 
     @property
     def servers(self) -> list[Server]:

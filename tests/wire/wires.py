@@ -171,7 +171,9 @@ class Wires:
         return self.wires[caller].call(callee, Request(method, args, {}, deadline.total), deadline)
 
     def stream(self, caller: str, callee: str, method: str, *args: Any, seconds: float = 0.0) -> Stream[Any]:
-        return self.wires[caller].stream(callee, Request(method, args, {}, 0.0), Deadline(seconds))
+        request = Request(method, args, {}, 0.0)
+        items: Stream[Any] = self.wires[caller].call(callee, request, Deadline(seconds), stream=True)
+        return items
 
     def close(self) -> None:
         for wire in self.wires.values():

@@ -116,10 +116,11 @@ def meet_by(
         dialer.addresses = {address.name: address for address in met.addresses}
         dialer.find = partial(_find, wire, services, rank0, settings.connect_timeout)
         if wire.me != rank0:
-            wire.connect(rank0)  # so that the call is sent at once: torch may hold the interpreter's lock from then on
-            # not waited for: rank 0 may be too busy to answer as soon as it has the last one
             seconds = settings.connect_timeout
-            wire.call(rank0, Request("ready", (wire.me,), {}, seconds, internal=True), Deadline(seconds))
+            deadline = Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")
+            wire.connect(rank0, deadline)  # the call is sent at once then: torch may hold the interpreter's lock later
+            # not waited for: rank 0 may be too busy to answer as soon as it has the last one
+            wire.call(rank0, Request("ready", (wire.me,), {}, seconds, internal=True), deadline)
     group.open(session)
     context.metrics.rpc_connect_seconds.set(timer.seconds)
     return wire, met.store_port

@@ -44,12 +44,14 @@ class Transport:
     def call(self, to: str, request: Request, deadline: Deadline, *, waits: bool = True) -> Future[Any]:
         """Calls a method of the peer `to`; see `Wire.call`."""
         content, request, ended = self._begin(to, request, deadline)
-        return self.wire.call(to, request, deadline, ended, content=content, waits=waits)
+        future: Future[Any] = self.wire.call(to, request, deadline, ended, content=content, waits=waits)
+        return future
 
     def stream(self, to: str, request: Request, deadline: Deadline) -> Stream[Any]:
         """Calls a generator of the peer `to`."""
         content, request, ended = self._begin(to, request._replace(seconds=0.0), Deadline(0.0))
-        return self.wire.stream(to, request, deadline, ended, content=content)
+        items: Stream[Any] = self.wire.call(to, request, deadline, ended, content=content, stream=True)
+        return items
 
     def _begin(self, to: str, request: Request, deadline: Deadline) -> Any:
         method, watchdog = request.method, self._watchdog

@@ -37,9 +37,8 @@ _CLASS = b"\x93"  # the opcode by which a pickle names a class or a function, wh
 
 @dataclass(eq=False, slots=True)
 class Pending(Call):
-    """A call that this worker makes. Without a `request`, it only waits for the link."""
+    """A call that this worker makes."""
 
-    request: Request | None = field(kw_only=True)
     ended: Ended | None = None
     future: Future[Any] = field(init=False)
     content: Encoded | None = field(default=None, init=False)  # while it waits and its caller does not, a copy
@@ -128,7 +127,7 @@ class Wire:
                     with self._lock:
                         return self._timed(self._links.not_connected(peer, attempt, lost)).effects
             case effects.Flush(link):
-                return self._flush(link)
+                self._flush(link)
             case effects.Send(call):
                 if call.room:
                     call.room.set()
@@ -152,23 +151,16 @@ class Wire:
                 apart.run(self._report_lost, peer, epoch, problem)
         return ()
 
-    def _flush(self, link: Link) -> tuple[effects.Effect, ...]:
-        """Sends what has waited for a link. Returns what follows."""
-        connected = list[Pending]()  # calls that have waited for the link alone
-        following = list[effects.Effect]()
+    def _flush(self, link: Link) -> None:
+        """Sends what has waited for a link. It may wait for the peer to read."""
         while True:
             with self._lock:
                 call = cast(Pending | None, self._links.next_waiting(link, time.monotonic()))
-                following += self._timed(self._links.batch()).effects
+                batch = self._timed(self._links.batch())
+            self._do(batch)
             if call is None:
-                break
-            if call.request:
-                self._write(link, call, call.content)
-            else:
-                connected.append(call)
-        for call in connected:  # calls are sent at once now
-            self._finish(call, None, None)
-        return tuple(following)
+                return
+            self._write(link, call, cast(Encoded, call.content))
 
     def _report_lost(self, peer: str, epoch: int, problem: str) -> None:
         if not self._session.ended:  # with which all are lost
@@ -221,12 +213,10 @@ class Wire:
         self.dispatcher.closed(link)
         self._take(self._links.closed, link, self._session.problem if self._session.ended else problem)
 
-    def connect(self, peer: str) -> None:
-        """Makes the link to `peer`, unless there is one. Raises PeerLostError."""
-        call = Pending(peer, "", Deadline(0.0), internal=True, urgent=True, request=None)
-        call.future = Future()
-        self._start(call, _NOTHING)
-        call.future.result()  # within CONNECT_TIMEOUT
+    def connect(self, peer: str, deadline: Deadline) -> None:
+        """Makes the link to `peer`, unless there is one. Raises PeerLostError, and CallTimeoutError if the peer has not
+        answered by it before the deadline."""
+        self._ask(peer, (), deadline).result()
 
     def joined(self, peer: str, join: int) -> None:
         """`peer` is there as its part number `join`. If that is a new one, links of the one before are closed, and the
@@ -264,48 +254,33 @@ class Wire:
         ended: Ended | None = None,
         *,
         content: Encoded | None = None,
+        stream: bool = False,
         urgent: bool = False,
         waits: bool = True,
-    ) -> Future[Any]:
-        """Calls `request` at the peer `to`; `ended` is called before the future has its result. `content` is the
+    ) -> Any:
+        """Calls `request` at the peer `to`. Returns the Future of its answer; of a generator (`stream`) a Stream, each
+        item of which may take until the deadline. `ended` is called before the future has its result. `content` is the
         encoded request, if the caller has it already. A call that is `urgent` waits for no earlier one. Without
         `waits`, the caller does not wait for the peer to read, or to answer earlier calls: what it does not take at
         once is copied. Raises what pickling the arguments raises."""
-        call, content = self._make(to, request, deadline, ended, content, urgent=urgent)
-        call.future = Future(partial(self._give_up, call), partial(self._wakeups.put, call))
+        content = content or encode(tuple(request))
+        nbytes, internal = content.nbytes, request.internal
+        call = Pending(to, request.method, deadline, nbytes, internal, urgent=urgent, stream=stream, ended=ended)
+        drop = partial(self._wakeups.put, call)
+        if not stream:
+            call.future = Future(partial(self._give_up, call), drop)
+            self._start(call, content, waits)
+            return call.future
+        items, call.future = queue.SimpleQueue[Frame | Exception | None](), Future()  # for what is no stream's answer
+        call.items = items
         self._start(call, content, waits)
-        return call.future
-
-    def stream(
-        self,
-        to: str,
-        request: Request,
-        deadline: Deadline,
-        ended: Ended | None = None,
-        *,
-        content: Encoded | None = None,
-    ) -> Stream[Any]:
-        """Calls a generator at the peer `to`. Each item may take until the deadline; `request` has none."""
-        call, content = self._make(to, request, deadline, ended, content, stream=True)
-        items = call.items = queue.SimpleQueue()
-        call.future = Future()  # for what is no stream's answer
-        self._start(call, content)
 
         def close() -> None:
             if call.live:
                 self._give_up(call)
                 items.put(None)
 
-        return Stream(self._read(call, items), close, partial(self._wakeups.put, call))
-
-    @staticmethod
-    def _make(
-        to: str, request: Request, deadline: Deadline, ended: Ended | None, content: Encoded | None, **kinds: bool
-    ) -> tuple[Pending, Encoded]:
-        content = content or encode(tuple(request))
-        nbytes, internal = content.nbytes, request.internal
-        call = Pending(to, request.method, deadline, nbytes, internal, request=request, ended=ended, **kinds)
-        return call, content
+        return Stream(self._read(call, items), close, drop)
 
     def _read(self, call: Pending, items: queue.SimpleQueue[Frame | Exception | None]) -> Iterator[Any]:
         """What a stream's reader reads, in its thread."""
@@ -357,13 +332,9 @@ class Wire:
         if link is not None:
             self._write(link, call, content, waits)
 
-    def _write(self, link: Link, call: Pending, content: Encoded | None, waits: bool = True) -> None:
+    def _write(self, link: Link, call: Pending, request: Encoded, waits: bool = True) -> None:
         """Sends a request. Without `waits`, the thread does not wait for the peer to read."""
         call.content = None
-        if call.request is None:
-            self._finish(call, None, None)
-            return
-        request = cast(Encoded, content)
         if waits and not link.busy:  # otherwise it would overtake what is sent apart
             try:
                 link.send(Kind.REQUEST, call.number, request)
@@ -424,16 +395,19 @@ class Wire:
 
     # ---- late calls
 
-    def _examine(self, peer: str, calls: tuple[Call, ...]) -> None:
-        """Asks a peer about late calls, whatever is in flight."""
+    def _ask(self, peer: str, calls: tuple[Call, ...], deadline: Deadline) -> Future[Any]:
+        """Asks a peer what its calls do, whatever is in flight."""
         asked = tuple((call.number, call.method) for call in calls)
-        request = Request("examine", (self.me, asked), {}, EXAMINE_SECONDS, internal=True)
+        request = Request("examine", (self.me, asked), {}, float(deadline), internal=True)
+        future: Future[Any] = self.call(peer, request, deadline, urgent=True, waits=False)
+        return future
 
+    def _examine(self, peer: str, calls: tuple[Call, ...]) -> None:
         def then(answer: Any) -> None:
             said = None if answer.exception() else Examined(*answer.result())
             self._take(self._links.examined, calls, said, time.monotonic())
 
-        self.call(peer, request, Deadline(EXAMINE_SECONDS), urgent=True, waits=False).add_done_callback(then)
+        self._ask(peer, calls, Deadline(EXAMINE_SECONDS)).add_done_callback(then)
 
     @staticmethod
     def _log_late(call: Call, said: Examined | None) -> None:

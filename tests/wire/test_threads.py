@@ -131,7 +131,7 @@ def test_a_callback_holds_up_no_deadline(wires: Wires) -> None:
 
 def test_a_callback_holds_up_no_end_of_a_session(wires: Wires) -> None:
     wires.call("a", "b", "hang").add_done_callback(lambda _: wait())
-    assert is_prompt(wires.wires["a"]._session.end)
+    assert is_prompt(wires.wires["a"].session.end)
 
 
 @pytest.mark.parametrize("method", ["read", "write", "large"])

@@ -114,9 +114,7 @@ class Calls:
         group = self._group
         deadline = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
         request = Request(method.__name__, args, kwargs, deadline.total, internal=self._internal)
-        if mark.stream:
-            return group.connected.stream(name, request, deadline)
-        return group.connected.call(name, request, deadline, waits=waits)
+        return group.connected.call(name, request, deadline, stream=mark.stream, waits=waits)
 
     # ---- to a role
 

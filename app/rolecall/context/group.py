@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from rolecall import telemetry
 from rolecall.config import Settings
@@ -19,13 +19,6 @@ from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.wire.apart import Ordered
 from rolecall.wire.session import Session, serving
-
-
-class Opened(NamedTuple):
-    """A session whose peers can be called, by `transport`."""
-
-    session: Session
-    transport: Transport
 
 
 class Group:
@@ -101,14 +94,12 @@ class Group:
             self.transport, self._was_open = self._transport, True
             self._changed.notify_all()
 
-    def wait_open(self, seconds: float) -> Opened | None:
-        """Waits until peers can be called, for up to `seconds`. Unlike `connected`, it is for a thread that works in
-        the background: the worker itself needs no generation."""
+    def wait_open(self, seconds: float) -> Transport | None:
+        """What carries calls, None after `seconds` without it. Unlike `connected`, it is for a thread that works in the
+        background: the worker itself needs no generation."""
         with self._changed:
-            self._changed.wait_for(lambda: self.transport is not None and self.session is not None, seconds)
-            if self.transport is None or self.session is None:
-                return None
-            return Opened(self.session, self.transport)
+            self._changed.wait_for(lambda: self.transport is not None, seconds)
+            return self.transport
 
     def use(self, transport: Transport | None) -> None:
         """Calls go by `transport`, without a meeting."""

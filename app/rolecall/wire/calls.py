@@ -63,19 +63,19 @@ class Wire:
         session: Session,
     ) -> None:
         self.me, self._dial, self._limit, self._lost = me, dial, max_message_bytes, lost
-        self.dispatcher, self._session = dispatcher, session
+        self.dispatcher, self.session = dispatcher, session
         self._monitor = LongCallMonitor()
         self._links = Links()
         self._lock = threading.Lock()  # for it; what it says is done without the lock
         self._looks_at = float("inf")  # when the thread that keeps deadlines looks next
         self._wakeups: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()  # of it; calls that nobody waits for
         threading.Thread(target=self._keep_deadlines, name="wire deadlines", daemon=True).start()
-        self._session.on_end(self._close)
+        self.session.on_end(self._close)
 
     def _close(self) -> None:
         """Closes all links, and ends this wire's threads."""
         try:
-            self._take(self._links.end, self._session.problem)
+            self._take(self._links.end, self.session.problem)
         finally:
             self._monitor.stop()
             self._wakeups.put(None)
@@ -96,7 +96,7 @@ class Wire:
         return batch
 
     def _keep_deadlines(self) -> None:
-        while not self._session.ended:
+        while not self.session.ended:
             with self._lock:
                 due = self._looks_at = self._links.due
             try:
@@ -163,7 +163,7 @@ class Wire:
             self._write(link, call, cast(Encoded, call.content))
 
     def _report_lost(self, peer: str, epoch: int, problem: str) -> None:
-        if not self._session.ended:  # with which all are lost
+        if not self.session.ended:  # with which all are lost
             self._lost(peer, epoch, lost_error(peer, problem))
 
     # ---- links
@@ -178,7 +178,7 @@ class Wire:
         return Link(
             peer,
             sockets,
-            session=self._session,
+            session=self.session,
             limit=self._limit,
             monitor=self._monitor,
             quick=self._quick,
@@ -211,7 +211,7 @@ class Wire:
 
     def _closed(self, link: Link, problem: str) -> None:
         self.dispatcher.closed(link)
-        self._take(self._links.closed, link, self._session.problem if self._session.ended else problem)
+        self._take(self._links.closed, link, self.session.problem if self.session.ended else problem)
 
     def connect(self, peer: str, deadline: Deadline) -> None:
         """Makes the link to `peer`, unless there is one. Raises PeerLostError, and CallTimeoutError if the peer has not

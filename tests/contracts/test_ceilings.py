@@ -12,7 +12,7 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 ROOMS = {
     "rolecall": 1990,
     "rolecall/checkpoint": 2050,
-    "rolecall/context": 2900,
+    "rolecall/context": 2890,
     "rolecall/declare": 1470,
     "rolecall/export": 920,
     "rolecall/gang": 2300,
@@ -38,7 +38,7 @@ ROOMS = {
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2030,
     "rolecall/weights": 950,
-    "rolecall/wire": 2790,
+    "rolecall/wire": 2800,  # what goes on without further threads, and callers that wait for no peer
 }
 # lines of Python; words of Markdown in docs
 TOTALS = {"tests": 51890, "bench": 9130, "tools": 2050, "docs": 47600}  # the states of the cores, from their docstrings

@@ -335,7 +335,7 @@ class Wire:
     def _write(self, link: Link, call: Pending, request: Encoded, waits: bool = True) -> None:
         """Sends a request. Without `waits`, the thread does not wait for the peer to read."""
         call.content = None
-        if waits and not link.busy:  # otherwise it would overtake what is sent apart
+        if waits and not link.outbox.busy:  # otherwise it would overtake what is sent apart
             try:
                 link.send(Kind.REQUEST, call.number, request)
             except OSError as error:

@@ -83,7 +83,7 @@ class Link:
         self._lock = threading.Lock()
         self._ended = self._shut_down = self._unread = False
         self.unread_answers = self.unread_bytes = 0  # that the dispatcher sends, and the peer has not read
-        self._outbox = Ordered()
+        self.outbox = Ordered()  # sends what the peer has not taken at once
 
     def start(self) -> None:
         """Begins to read. Raises PeerLostError, and closes the link, if there are too many threads for that."""
@@ -104,14 +104,14 @@ class Link:
         """Sends a frame, without a wait for the peer: what it does not take at once is copied, and sent apart. Calls
         `sent` once it is sent, or never will be."""
         try:
-            done = not self.busy and self._writer.try_send(kind, call, content)
+            done = not self.outbox.busy and self._writer.try_send(kind, call, content)
         except OSError as error:
             self.close(str(error))
             done = True
         if done:
             sent()
         else:
-            self._outbox.run(self._post, kind, call, content.owned(), sent)
+            self.outbox.run(self._post, kind, call, content.owned(), sent)
 
     def _post(self, kind: Kind, call: int, content: Encoded, sent: Callable[[], object]) -> None:
         try:
@@ -119,11 +119,6 @@ class Link:
         except OSError as error:
             self.close(str(error))
         sent()
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is sent apart."""
-        return self._outbox.busy
 
     def send_count(self, kind: Kind, call: int, count: int) -> None:
         """Sends a frame with a number."""

@@ -44,7 +44,7 @@ class Calls:
         self.lost = ""
         self.raises = ""  # a method
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> Future[Any]:
         if to == self.lost:
             raise PeerLostError(f"{to} was lost")
         method = find(self.of[to], request.method)

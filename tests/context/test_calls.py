@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +14,16 @@ import pytest
 from structlog.typing import EventDict
 
 from rolecall.context.context import Context
+from rolecall.context.transport import Transport
 from rolecall.declare.remote import remote
 from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
 from rolecall.wire.future import Future
+from rolecall.wire.link import Sockets
 from rolecall.wire.messages import Deadline, Request
 from tests.context.contexts import AGENT, ONE, TWO, Agent, Observer, Supervisor, make
-from tests.wire.wires import DEADLINE, until
+from tests.wire.wires import DEADLINE, Wires, until
 
 GONE = PeerLostError("observer_0 does not answer: eof")
 LATE = CallTimeoutError("observer_0 has not answered double within 10 s (RPC_TIMEOUT=10)")
@@ -38,7 +41,7 @@ class Wire:
         self.dropped = list[str]()  # calls whose iterator has gone
         self.refusal: Callable[[], None] | None = None  # raises in place of a call
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> Future[Any]:
         if self.refusal:
             self.refusal()
         self.calls.append((to, request.method, request.args, float(deadline)))
@@ -153,6 +156,15 @@ def test_a_closed_connection_gives_up_a_member_of_an_elastic_role(
     assert supervisor.lost == lost
 
 
+def test_a_part_of_a_peer_that_is_lost_before_anybody_says_that_it_is_back_is_reported(
+    context: Context, supervisor: Supervisor
+) -> None:
+    context.group.lose(ONE)
+    context.group.disconnected(ONE.name, 0, GONE)
+    context.group.disconnected(ONE.name, 1, GONE)
+    assert supervisor.lost == [replace(ONE, join=1)]
+
+
 @pytest.mark.parametrize("error", [GONE, LATE])
 def test_lost_raise_raises_the_error_and_loses_no_peer(
     context: Context, wire: Wire, supervisor: Supervisor, error: Exception
@@ -198,6 +210,22 @@ def test_remote_error_is_raised_and_loses_no_peer(context: Context, wire: Wire, 
     with pytest.raises(RemoteError, match="no such number"):
         next(answers)
     assert supervisor.lost == []
+
+
+def test_a_peer_that_does_not_read_holds_up_no_other(tmp_path: Path) -> None:
+    wires, context = Wires("agent_0", "observer_1"), make(tmp_path)
+    wire, (ours, _silent) = wires.wires["agent_0"], socket.socketpair()
+    dial = wire._dial
+    wire._dial = lambda peer, join: Sockets(ours, ours) if peer == "observer_0" else dial(peer, join)
+    wires.wires["observer_1"].dispatcher.serve(Observer())
+    context.group.use(Transport(wire, context.metrics, context.watchdog, rank0="agent_0", rpc_timeout=9))
+    begun = list[Any]()
+    for value in (1, bytes(5 * 10**6)):
+        begun.append(context.call_each(Observer.double, value))
+        assert next(begun[-1]) == (TWO, 2 * value)
+        assert wire.in_flight("observer_0") == len(begun)
+        until(lambda: wire._links.link_to("observer_0"), "the link")
+    wires.close()
 
 
 # ---- methods

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from rolecall.context import training
 from rolecall.context.context import Context, choose_device
 from rolecall.context.progress import ProgressEvent
 from rolecall.context.transport import Transport
+from rolecall.declare.task import Attachment
 from rolecall.errors import Drained, PeerLostError, UsageError
 from rolecall.fields import FromUser
 from rolecall.record import rundir
@@ -314,6 +316,25 @@ def test_lost_peers_leave_the_generation(context: Context, supervisor: Superviso
     assert supervisor.lost == [TWO]
     until(lambda: received == ["observer_0", "observer_1"], "what is told, in order")
     assert context.peers("agent") == [AGENT]
+
+
+def test_who_joins_again_is_there_once_the_program_has_dealt_with_the_loss(context: Context) -> None:
+    go, heard = threading.Event(), list[str]()
+
+    def lost(name: str) -> None:
+        go.wait(10)
+        heard.append(f"lost {name}: {len(context.peers('observer'))} are there")
+
+    context.on_lost(lost)
+    context.on_joined(lambda name: heard.append(f"joined {name}"))
+    back = replace(ONE, join=1)
+    context.group.update(Attachment(1, AGENT, (AGENT, back, TWO)))
+    assert context.peers("observer") == [TWO]
+    context.group.update(Attachment(1, AGENT, (AGENT, back, TWO), lost=("observer_1",)))  # which does not wait
+    assert context.peers("observer") == []
+    go.set()
+    until(lambda: context.peers("observer") == [back] and not context.group.listeners.busy, "its return")
+    assert heard == ["lost observer_0: 0 are there", "lost observer_1: 1 are there", "joined observer_0"]
 
 
 def test_required_peers_are_there_or_the_job_drains(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,3 +30,10 @@ def test_an_event_that_could_not_be_forwarded_holds_up_no_later_one() -> None:
         transport.forward(StepLogged(2))
     transport.forward(StepLogged(3))
     assert len(answers) == 2
+    answers[1].end(None, None)
+    timer = threading.Timer(0.05, lambda: answers[2].end(None, CallTimeoutError("busy")))
+    timer.start()
+    with pytest.raises(CallTimeoutError):
+        transport.forward(StepLogged(4, score=1.0))  # which waits for its answer
+    timer.join()
+    transport.forward(StepLogged(5))

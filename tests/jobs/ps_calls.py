@@ -90,7 +90,7 @@ class Gang:
             self.contexts[me.name] = context
             if me.role == "ps":
                 self.roles[me.name] = server = Server(context)
-                server._answering = server._reporting = Inline(1)  # type: ignore[assignment]
+                server._reporting = Inline(1)  # type: ignore[assignment]
 
     @property
     def servers(self) -> list[Server]:
@@ -104,7 +104,7 @@ class Gang:
     def flat(self) -> Tensor:
         return torch.cat([each.shard.flat for each in self.servers])
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> concurrent.futures.Future[Any]:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> concurrent.futures.Future[Any]:
         if request.method == "working":
             self.heard.append(Key(*request.args))
             return answered() if self.answers_signs else Future()

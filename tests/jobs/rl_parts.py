@@ -221,7 +221,7 @@ class Direct:
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Array]:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> Future[Array]:
         assert (to, request.method) == ("agent_0", "act")
         return self.batcher.submit(*request.args)
 

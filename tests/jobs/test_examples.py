@@ -28,7 +28,7 @@ class Answers:
     def __init__(self, context: Context[Any], target: object, answered: int) -> None:
         self.context, self.target, self.left = context, target, answered
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> Future[Any]:
         answer: Future[Any] = Future()
         if self.left:
             self.left -= 1

@@ -39,7 +39,7 @@ class Calls:
         for context in (master, *(server.context for server in servers.values())):
             context.group.use(self)
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> Future[Any]:
         server = self.servers.get(to)
         shares = (server.context if server else self.master).shares
         method = find(shares if request.internal else server, request.method)

@@ -143,7 +143,7 @@ class Drained(Gang):
     drained_after = -1
     trainer: Trainer
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Any:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> Any:
         if request.method == "exchange" and request.args[0].key.number == self.drained_after:
             self.trainer.end_rounds(2)
         return super().call(to, request, deadline)

@@ -24,7 +24,7 @@ from rolecall.jobs.ps.shard import Shard
 from rolecall.weights.packing import pack
 from rolecall.wire.messages import Deadline, Request
 from tests.context.contexts import Supervisor
-from tests.jobs.ps_calls import HERE, Gang, Inline, trainer_id
+from tests.jobs.ps_calls import HERE, Gang, trainer_id
 
 TOTAL = 100
 WEIGHTS = {Key(trainer_id(0), 1): 0.5, Key(trainer_id(1), 1): 0.3, Key(trainer_id(2), 4): 0.2}
@@ -150,7 +150,7 @@ class Lead:
     def __init__(self) -> None:
         self.reports: queue.SimpleQueue[tuple[list[Key], Future[None]]] = queue.SimpleQueue()
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[None]:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> Future[None]:
         assert (to, request.method) == ("ps_0", "complete")
         answer: Future[None] = Future()
         self.reports.put((request.args[0], answer))
@@ -195,7 +195,6 @@ def test_a_report_is_under_way_and_what_comes_meanwhile_goes_with_the_next() -> 
 def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since() -> None:
     """Each server learns of a loss by itself: a lead that learns of it later counts the gradient."""
     made, _, supervisor = reporting(momentum=0, lr=1)
-    made._answering = Inline(1)  # type: ignore[assignment]
     keys, before = [Key(trainer_id(0), 1), Key(trainer_id(1), 1)], made.shard.flat
     gradient = torch.ones(len(before))
     answers = [made.exchange(GradientPart(key, 1, gradient.clone(), None)) for key in keys]

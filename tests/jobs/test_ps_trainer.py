@@ -34,7 +34,7 @@ class Generation(Gang):
         super().__init__(settings, 1, make_scheduler(settings, learning.SAMPLES, [me]), generation=number)
         self.keys, self.lost_at = list[GradientKey](), lost_at
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+    def call(self, to: str, request: Request, deadline: Deadline, **_: Any) -> Future[Any]:
         if request.method == "exchange":
             self.keys.append(request.args[0].key)
             if self.keys[-1].number == self.lost_at:

@@ -7,14 +7,14 @@ read the difference.
     room calls=2 bytes=100              what may be in flight to a peer
     call b echo 10s wait=5s from-begin  a call at a peer; also internal, urgent, stream, bytes=50, running=60s
     connected b 1 L1 epoch=2            the attempt 1 to connect to a peer has made the link L1
-    not-connected b 1 PROBLEM | flushed L1 | closed L1 PROBLEM
+    not-connected b 1 PROBLEM | closed L1 PROBLEM
+    next L1 | flush L1                  the next call that has waited for a link is sent; or all are
     accepted b L2 epoch=1               a peer has connected to this member
     lose b epoch=1 PROBLEM | joined b epoch=2 | forget b | listen b | end PROBLEM
-    answered 1 | cancelled 1 | written 1
+    answered 1 | cancelled 1 | written 1 | answered 1 by=L2
     item 1 | expect 1                   the reader of a stream takes an item, and waits for one
     examined 1:running=3s 2 served      the peer says what its calls do: 2 has not begun
     unexamined 1                        it says nothing
-    explained 1 dead                    late calls are logged; the peer has not sent its stacks
     wait 2s                             time passes
 """
 
@@ -29,8 +29,8 @@ import pytest
 
 from rolecall.errors import PeerLostError
 from rolecall.links import links
-from rolecall.links.calls import Call, Deadline
-from rolecall.links.effects import Batch, Close, Explain, Fail
+from rolecall.links.calls import Call, Deadline, Examined
+from rolecall.links.effects import Batch, Close, Fail, Late
 from rolecall.links.links import Links
 
 SCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
@@ -62,7 +62,6 @@ class World:
         self.now = 0.0
         self.links = Links()
         self.calls: dict[int, Call] = {}
-        self.begun = dict[int, bool]()  # of late calls
         self.before: dict[str, str] = {}
 
     def run(self, line: str) -> list[str]:
@@ -98,9 +97,8 @@ class World:
                 return f"fail {call.number} {type(error).__name__}: {error}"
             case Close(link, problem):
                 return f"close {link}: {problem or '-'}"
-            case Explain(calls, begun, silent):
-                self.begun |= {call.number: begun for call in calls}
-                return f"explain {shown(calls)}" + " begun" * begun + " silent" * silent
+            case Late(calls, said):
+                return f"late {shown(calls)}" + " silent" * (said is None)
             case _:
                 return f"{name} {' '.join(shown(value) for value in vars(effect).values())}"
 
@@ -129,8 +127,12 @@ class World:
     def _not_connected(self, peer: str, attempt: str, *problem: str) -> Batch:
         return self.links.not_connected(peer, int(attempt), PeerLostError(" ".join(problem)))
 
-    def _flushed(self, link: str) -> Batch:
-        return self.links.flushed(link, self.now)
+    def _next(self, link: str) -> None:
+        self.links.next_waiting(link, self.now)
+
+    def _flush(self, link: str) -> None:
+        while self.links.next_waiting(link, self.now):
+            pass
 
     def _closed(self, link: str, *problem: str) -> Batch:
         return self.links.closed(link, " ".join(problem))
@@ -153,8 +155,11 @@ class World:
     def _end(self, *problem: str) -> Batch:
         return self.links.end(" ".join(problem))
 
-    def _answered(self, number: str) -> None:
-        self.links.answered(int(number), self.now)
+    def _answered(self, number: str, by: str = "") -> None:
+        link = by.removeprefix("by=") or self.calls[int(number)].link
+        if call := self.links.sent(int(number), link):
+            assert self.links.answered(call, self.now)
+            assert not self.links.answered(call, self.now)
 
     def _cancelled(self, number: str) -> Batch:
         return self.links.cancelled(self.calls[int(number)], self.now)
@@ -172,15 +177,10 @@ class World:
         said = [word.partition(":running=") for word in words if word != "served"]
         running = [seconds_of(seconds) if seconds else None for _, _, seconds in said]
         calls = [self.calls[int(number)] for number, _, _ in said]
-        return self.links.examined(calls, running, served="served" in words, now=self.now)
+        return self.links.examined(calls, Examined(tuple(running), "served" in words, {}), self.now)
 
     def _unexamined(self, *numbers: str) -> Batch:
-        return self.links.examined([self.calls[int(number)] for number in numbers], None, now=self.now)
-
-    def _explained(self, *words: str) -> Batch:
-        numbers = [int(word) for word in words if word != "dead"]
-        calls = [self.calls[number] for number in numbers]
-        return self.links.explained(calls, begun=self.begun[numbers[0]], alive="dead" not in words, now=self.now)
+        return self.links.examined([self.calls[int(number)] for number in numbers], None, self.now)
 
     def _wait(self, seconds: str) -> Batch:
         self.now += seconds_of(seconds)

@@ -342,7 +342,7 @@ def test_what_is_internal_needs_no_object(world: World) -> None:
     rank0 = world.rank0(1, players(0))
     one.attach(1, players(0))
     waiting = rank0.met().context.call("player_0", Player.double, 1)
-    request = Request("stacks", ("double",), {}, DEADLINE, internal=True)
+    request = Request("examine", ("agent_0", ((1, "double"),)), {}, DEADLINE, internal=True)
     rank0.context.group.connected.call("player_0", request, Deadline(DEADLINE)).result(DEADLINE)
     assert not waiting.done()
     go.set()

@@ -12,7 +12,7 @@ from rolecall.declare.task import Attachment
 from rolecall.errors import PeerLostError
 from rolecall.life.parts import PartId
 from rolecall.links import effects
-from rolecall.links.calls import Call, Deadline
+from rolecall.links.calls import Call, Deadline, Examined
 from rolecall.links.links import Links
 from tests.simulation.pipes import Pipe
 from tests.simulation.rules import CONNECT_TIMEOUT, EXAMINE, LEASE
@@ -248,10 +248,8 @@ class Session:
         match effect:
             case effects.Connect(peer, epoch, attempt):
                 self.clock.at(self._delay(), worker, self._dial, peer, epoch, attempt, now + CONNECT_TIMEOUT)
-            case effects.Flush(link, calls):
-                for call in calls:
-                    self._send(call)
-                self.clock.at(self._delay(), worker, lambda: self.take(self.core.flushed(link, worker.now)))
+            case effects.Flush(link):
+                self._flush(link)
             case effects.Send(call):
                 self._send(call)
             case effects.Fail(call, error):
@@ -263,11 +261,16 @@ class Session:
             case effects.Examine(peer, calls):
                 there = self._reaches(calls[0].link)
                 self.clock.at(self._delay() if there else EXAMINE, worker, self._examined, calls, there)
-            case effects.Explain(calls, begun):
-                there = self._reaches(calls[0].link)
-                self.clock.at(self._delay() if there else EXAMINE, worker, self._explained, calls, begun, there)
             case effects.ReportLost(peer, epoch):
                 worker.disconnected(self, peer, epoch)
+
+    def _flush(self, link: Connection) -> None:
+        """Sends what has waited for a link, one after the other."""
+        call = self.core.next_waiting(link, self.worker.now)
+        if call is not None:
+            self._send(call)
+            self.clock.at(self._delay(), self.worker, self._flush, link)
+        self.take(self.core.batch())
 
     def _delay(self) -> float:
         return self.clock.random.random() * 0.02
@@ -280,11 +283,8 @@ class Session:
     def _examined(self, calls: tuple[Call, ...], there: bool) -> None:
         callee, now = calls[0].link.callee, self.clock.now
         begun = [callee._running.get((call.link, call.number)) for call in calls]
-        running = [None if since is None else now - since for since in begun] if there else None
-        self.take(self.core.examined(calls, running, served=callee.serves, now=self.worker.now))
-
-    def _explained(self, calls: tuple[Call, ...], begun: bool, there: bool) -> None:
-        self.take(self.core.explained(calls, begun=begun, alive=there, now=self.worker.now))
+        running = tuple(None if since is None else now - since for since in begun)
+        self.take(self.core.examined(calls, Examined(running, callee.serves, {}) if there else None, self.worker.now))
 
     # -- connections
 
@@ -365,8 +365,8 @@ class Session:
 
     def answered(self, connection: Connection, reply: Reply) -> None:
         """The answer of a call has come."""
-        call = self.core.answered(reply.request.number, self.worker.now)
-        if call is not None:
+        call = self.core.sent(reply.request.number, connection)
+        if call is not None and self.core.answered(call, self.worker.now):
             self.simulation.promises.takes_answer(self, connection.callee, self.live[call][0], reply.request)
             self._finish(call, None)
         self.take(self.core.batch())

@@ -251,11 +251,11 @@ class Worker(Process):
             if not self.stays and self.clock.random.random() < 0.7:
                 seconds = self.clock.random.random()
                 self.clock.at(seconds, self, self.end, messages.Result("lost", "rank 0 is gone"))
-        elif self.simulation.elastic((peer.role, peer.ordinal)) and name not in session.lost:
-            if epoch == peer.join:
-                self._give_up(session, peer)
-            else:  # it is back, and the supervisor has not said so yet
+        elif self.simulation.elastic((peer.role, peer.ordinal)):
+            if epoch > peer.join:  # it is back, and the supervisor has not said so yet
                 self.up.send(messages.PeerLost(replace(peer, join=epoch)))
+            elif name not in session.lost:
+                self._give_up(session, peer)
 
     def _give_up(self, session: Session, peer: Peer) -> None:
         """Go on without `peer`; rank 0 sometimes with the wish for another worker of it."""

@@ -14,6 +14,7 @@ from structlog.typing import EventDict
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
 from rolecall.links import links
+from rolecall.wire import apart
 from rolecall.wire.dispatch import stacks_of
 from rolecall.wire.link import Sockets
 from rolecall.wire.session import Session
@@ -41,6 +42,22 @@ def test_answers(wires: Wires) -> None:
 
     assert asyncio.run(awaited()) == [0, 1, 2]
     assert wires.wires["a"].in_flight("b") == 0
+
+
+def test_an_awaited_answer_takes_no_further_thread(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        assert await asyncio.wait_for(wires.call("a", "b", "echo", 1), DEADLINE) == 1
+        with pytest.raises(RemoteError):
+            await wires.call("a", "b", "fail", ValueError())
+        waiting = asyncio.ensure_future(wires.call("a", "b", "pause"))
+        await asyncio.to_thread(wires.members["b"].entered.acquire)
+        waiting.cancel()  # and with it the call
+        await asyncio.to_thread(wires.members["b"].closed.wait, DEADLINE)
+
+    wires.call("a", "b", "echo", 1).result(DEADLINE)
+    monkeypatch.setattr(apart, "run", lambda *_: None)
+    asyncio.run(run())
+    assert wires.members["b"].closed.is_set()
 
 
 def test_callbacks_may_call_and_wait(wires: Wires) -> None:
@@ -221,7 +238,7 @@ def test_a_peer_that_joins_again_is_connected_to_anew(wires: Wires, gate: Gate, 
     gate.gate(1).set()
     assert future.result(DEADLINE) == 1
     assert wires.call("a", "b", "echo", 2).result(DEADLINE) == 2
-    until(lambda: wires.wires["a"]._links.link_to("b").join == 1, "the link to the new one")
+    assert wires.wires["a"]._links.peer("b").epoch == 1
     until(lambda: len(wires.wires["b"]._links._accepted) == 1, "the end of the other")
 
 

@@ -54,9 +54,9 @@ def test_a_worker_of_another_generation_or_job_is_refused(tmp_path: Path, kind: 
     if kind == "unix":  # then it is tried by way of the port, which is nobody's
         old.dialer.addresses["b_0"] = new.address._replace(port=1)
     with pytest.raises(PeerLostError, match=r"b_0 at .* cannot be reached"):
-        old.wire.connect("b_0")
+        old.wire.connect("b_0", Deadline(DEADLINE))
     with pytest.raises(PeerLostError, match="is no member of generation 1"):
-        old.wire.connect("c_0")
+        old.wire.connect("c_0", Deadline(DEADLINE))
     assert not new.wire._links._accepted
 
 
@@ -69,7 +69,7 @@ def test_another_member_or_part_at_the_address_is_not_taken_for_the_peer(wanted:
     address = b.address._replace(**wanted)
     a.dialer.addresses[address.name] = address
     with pytest.raises(PeerLostError, match=answer):
-        a.wire.connect(address.name)
+        a.wire.connect(address.name, Deadline(DEADLINE))
 
 
 HELLO = Hello("x_0", "b_0", "tested", 1, 0, 0, "link", "both")

@@ -77,7 +77,7 @@ def read_frames(data: bytes, sizes: list[int], limit: int, in_memory: bool) -> N
             assert frame.kind in set(Kind)
             assert frame.in_memory or frame.nbytes <= len(data)
             assert frame.nbytes <= limit
-    except (EOFError, ValueError, OSError):
+    except (EOFError, ValueError, OSError, MemoryError):
         return
 
 

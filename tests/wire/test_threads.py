@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rolecall import remote
-from rolecall.errors import CallTimeoutError, PeerLostError
-from rolecall.links import effects
+from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
+from rolecall.links import effects, links
 from rolecall.links.effects import Batch
-from rolecall.links.links import Links, Peer
+from rolecall.wire import apart
 from rolecall.wire.codec import encode
 from rolecall.wire.dispatch import Handover
 from rolecall.wire.frames import FrameReader, FrameWriter, Kind
 from rolecall.wire.link import Sockets
-from rolecall.wire.messages import Request
-from tests.wire.wires import DEADLINE, Wires
+from rolecall.wire.messages import Deadline, Request
+from tests.wire.wires import DEADLINE, Wires, until
 
 SOON = DEADLINE / 4  # in which what is not held up has come
 GO = threading.Event()  # what blocks goes on
@@ -131,7 +131,7 @@ def test_a_callback_holds_up_no_deadline(wires: Wires) -> None:
 
 def test_a_callback_holds_up_no_end_of_a_session(wires: Wires) -> None:
     wires.call("a", "b", "hang").add_done_callback(lambda _: wait())
-    assert is_prompt(wires.wires["a"]._session.end)
+    assert is_prompt(wires.wires["a"].session.end)
 
 
 @pytest.mark.parametrize("method", ["read", "write", "large"])
@@ -177,22 +177,78 @@ def test_a_coroutine_that_stops_its_loop_ends_no_other(wires: Wires) -> None:
     assert wires.call("a", "b", "quick").result(SOON) == 1
 
 
-class Busy(Links):
-    """More has come each time that what waited is sent."""
+def test_what_is_sent_apart_holds_up_no_caller_and_is_not_overtaken() -> None:
+    wires, (ours, theirs) = Wires("a"), socket.socketpair()
+    wires.wires["a"]._dial = lambda peer, join: Sockets(ours, ours)
+    wires.call("a", "b", "echo")
+    reader = FrameReader(theirs, 2**24)
+    assert reader.next().call == 1
+    until(lambda: wires.wires["a"]._links.link_to("b"), "the link")
+    request = Request("echo", (bytes(10**7),), {}, 0.0)
+    assert is_prompt(lambda: wires.wires["a"].call("b", request, Deadline(0.0), waits=False))
+    assert is_prompt(wires.call, "a", "b", "echo")
+    assert [reader.next().call for _ in range(2)] == [2, 3]
+    wires.close()
 
-    rounds = 3000
 
-    def _flush(self, peer: Peer, now: float) -> None:
-        self.rounds -= 1
-        if self.rounds > 0:
-            self.effects.append(effects.Flush(peer.link, ()))
-        else:
-            super()._flush(peer, now)
+def test_a_call_that_waits_for_no_earlier_one_is_sent_once_there_is_room(
+    wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "MAX_IN_FLIGHT", 1)
+    first, request = wires.call("a", "c", "wait"), Request("echo", (5,), {}, 0.0)
+    second = wires.wires["a"].call("c", request, Deadline(0.0), waits=False)
+    wires.members["c"].go.set()
+    assert (first.result(SOON), second.result(SOON)) == (None, 5)
 
 
-def test_a_busy_start_connects(wires: Wires) -> None:
-    wires.wires["a"]._links = Busy()
-    assert wires.call("a", "b", "at_once").result(SOON) == 1
+# ---- too many threads
+
+
+@pytest.fixture
+def no_threads(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more threads can be started, once `a` is connected to `c`."""
+    wires.call("a", "c", "echo").result(SOON)
+    monkeypatch.setattr(apart, "start", lambda *_: False)
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_without_further_threads_a_long_call_delays_others(wires: Wires) -> None:
+    first, second = wires.call("a", "c", "wait", 1), wires.call("a", "c", "echo", 2)
+    assert wires.members["c"].entered.acquire(timeout=SOON)
+    assert not second.done()
+    wires.members["c"].go.set()
+    assert (first.result(SOON), second.result(SOON)) == (1, 2)
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_what_needs_a_thread_is_refused_in_a_line(wires: Wires) -> None:
+    with pytest.raises(PeerLostError, match="b cannot be connected to: this process can start no more threads"):
+        wires.call("a", "b", "quick").result(SOON)
+    with pytest.raises(UsageError, match="c: this process can start no more threads; raise the limit"):
+        wires.call("a", "c", "pause").result(SOON)
+    with pytest.raises(UsageError, match="c: this process can start no more threads; raise the limit"):
+        next(wires.stream("a", "c", "count", 1))
+    ours, theirs = socket.socketpair()
+    with ours, pytest.raises(PeerLostError, match="this process can start no more threads"):
+        wires.wires["c"].accept("x", Sockets(theirs, theirs))
+
+
+def test_what_runs_apart_waits_for_a_thread_if_no_more_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, ran = apart._Threads(), list[int]()
+    entered, go, done = threading.Event(), threading.Event(), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(apart, "start", lambda *_: False)
+        threads.run(lambda: ran.append(threading.get_ident()))
+    assert ran == [threading.get_ident()]
+    threads.run(lambda: (entered.set(), go.wait(DEADLINE)))
+    assert entered.wait(SOON)
+    monkeypatch.setattr(apart, "start", lambda *_: False)
+    threads.run(ran.append, 1)
+    threads.run(done.set)
+    assert ran[1:] == []
+    go.set()
+    assert done.wait(SOON)
+    assert ran[1:] == [1]
 
 
 def test_an_effect_that_fails_skips_no_other(wires: Wires) -> None:

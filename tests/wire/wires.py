@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rolecall import remote
-from rolecall.context.services import Services
 from rolecall.errors import PeerLostError
 from rolecall.wire.calls import Wire
 from rolecall.wire.dispatch import Dispatcher, Handover
@@ -30,12 +29,6 @@ def until(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.01)
-
-
-class Internals:
-    """What each worker serves, without a supervisor."""
-
-    stacks = Services.stacks
 
 
 class Member:
@@ -197,7 +190,7 @@ class Wires:
         return Wire(
             name,
             lambda peer, join: self.sockets(name, peer),
-            Dispatcher(name, Internals()),
+            Dispatcher(name),
             max_message_bytes=limit,
             lost=lambda peer, join, error: self.lost.append(peer),
             session=Session(),
@@ -221,7 +214,9 @@ class Wires:
         return self.wires[caller].call(callee, Request(method, args, {}, deadline.total), deadline)
 
     def stream(self, caller: str, callee: str, method: str, *args: Any, seconds: float = 0.0) -> Stream[Any]:
-        return self.wires[caller].stream(callee, Request(method, args, {}, 0.0), Deadline(seconds))
+        request = Request(method, args, {}, 0.0)
+        items: Stream[Any] = self.wires[caller].call(callee, request, Deadline(seconds), stream=True)
+        return items
 
     def close(self) -> None:
         for wire in self.wires.values():

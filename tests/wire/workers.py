@@ -14,7 +14,7 @@ from rolecall.wire.dispatch import Dispatcher
 from rolecall.wire.session import Session
 from tests.tunnel.tunnel_process import JOB, RANK_0
 from tests.tunnel.tunnels import Tunnel
-from tests.wire.wires import Internals, Member
+from tests.wire.wires import Member
 
 LEASE = 3.0
 
@@ -46,7 +46,7 @@ class Worker:
         self.wire = Wire(
             name,
             self.dialer.open,
-            Dispatcher(name, Internals()),
+            Dispatcher(name),
             max_message_bytes=2**20 * 64,
             lost=lambda peer, join, error: self.lost.append(str(error)),
             session=session,

@@ -19,7 +19,7 @@ from rolecall.links.pool import Lost, Pool
 from rolecall.record.recorder import recorder
 from rolecall.wire import apart
 from rolecall.wire.future import Future, Stream
-from rolecall.wire.messages import EXAMINE_SECONDS, Request
+from rolecall.wire.messages import Request
 from rolecall.wire.session import Session
 
 P = ParamSpec("P")
@@ -111,14 +111,22 @@ class Calls:
             raise UsageError(f"{method.__qualname__} {NOT_SERVED}")
 
     def _send(
-        self, name: str, mark: Remote, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        mark: Remote,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        waits: bool = True,
     ) -> Any:
+        """Calls a peer. Without `waits`, the caller does not wait for it to read."""
         group = self._group
         deadline = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
         request = Request(method.__name__, args, kwargs, deadline.total, internal=self._internal)
         if mark.stream:
-            return group.connected.stream(name, request, deadline.running or deadline)
-        return group.connected.call(name, request, deadline)
+            deadline = deadline.running or deadline
+        return group.connected.call(name, request, deadline, stream=mark.stream, waits=waits)
 
     # ---- to a role
 
@@ -154,14 +162,11 @@ class Calls:
             self._require_served(mark, method, name)
         answers: Answers = queue.SimpleQueue()
         session = group.session
-        limit = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
         calls = list[Future[Any]]()
         for name in called:
-            future = self._send(name, mark, method, args, kwargs)
+            future = self._send(name, mark, method, args, kwargs, waits=False)
             calls.append(future)
             future.then(lambda answered, name=name: answers.put((name, answered)))
-        # longer than the calls' own deadlines, which end each of them
-        seconds = limit.total + 2 * EXAMINE_SECONDS + group.settings.rpc_timeout if limit else None
         elastic = group.is_elastic(role)
         lost = self._lost or ("skip" if elastic else "raise")
 
@@ -171,7 +176,7 @@ class Calls:
 
         def read() -> Generator[tuple[Peer, Any], None, None]:
             try:
-                yield from self._collect(role, called, answers, seconds, lost=lost, session=session)
+                yield from self._collect(role, called, answers, lost=lost, session=session)
             except Exception:  # not at the generator's end, which a collection may bring
                 cancel()
                 raise
@@ -217,7 +222,6 @@ class Calls:
         role: str,
         called: dict[str, Peer],
         answers: Answers,
-        seconds: float | None,
         *,
         lost: Lost,
         session: Session | None,
@@ -225,7 +229,7 @@ class Calls:
         group, any_answered = self._group, False
         while called:
             with recorder.span("wait"):
-                name, answered = answers.get(timeout=seconds)
+                name, answered = answers.get()  # each call ends at its own deadline
             peer = called.pop(name)
             try:
                 value = self._outcome(peer, answered)

@@ -232,7 +232,8 @@ class Context(Calls, Training, Generic[S]):
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Calls `listener(name)`, from another thread, for every peer that is lost from now on: in this generation, and
-        in those that the worker becomes a part of later."""
+        in those that the worker becomes a part of later. Who joins meanwhile is there once it has returned: it must not
+        wait for that."""
         self.group.on_lost.append(partial(self.group.listeners.run, listener))
 
     def on_joined(self, listener: Callable[[str], None]) -> None:

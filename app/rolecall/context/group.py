@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from rolecall import telemetry
 from rolecall.config import Settings
@@ -19,13 +19,6 @@ from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.wire.apart import Ordered
 from rolecall.wire.session import Session, serving
-
-
-class Opened(NamedTuple):
-    """A session whose peers can be called, by `transport`."""
-
-    session: Session
-    transport: Transport
 
 
 class Group:
@@ -101,14 +94,12 @@ class Group:
             self.transport, self._was_open = self._transport, True
             self._changed.notify_all()
 
-    def wait_open(self, seconds: float) -> Opened | None:
-        """Waits until peers can be called, for up to `seconds`. Unlike `connected`, it is for a thread that works in
-        the background: the worker itself needs no generation."""
+    def wait_open(self, seconds: float) -> Transport | None:
+        """What carries calls, None after `seconds` without it. Unlike `connected`, it is for a thread that works in the
+        background: the worker itself needs no generation."""
         with self._changed:
-            self._changed.wait_for(lambda: self.transport is not None and self.session is not None, seconds)
-            if self.transport is None or self.session is None:
-                return None
-            return Opened(self.session, self.transport)
+            self._changed.wait_for(lambda: self.transport is not None, seconds)
+            return self.transport
 
     def use(self, transport: Transport | None) -> None:
         """Calls go by `transport`, without a meeting."""
@@ -212,35 +203,46 @@ class Group:
     # ---- peers that join or are lost
 
     def update(self, attachment: Attachment) -> None:
-        """Who is in the generation now, as the supervisor says."""
-        joined, lost = list[Peer](), list[Peer]()
+        """Who is in the generation now, as the supervisor says. The program is told of losses at once; who has joined
+        is there once it has dealt with those before."""
         with self._changed:
-            if self._attachment is None or attachment.generation != self._attachment.generation:
-                return  # of one that the worker has left
-            before = {peer.name: peer for peer in self._attachment.members}
-            for peer in attachment.members:
-                known = before.get(peer.name)
-                if known is None or known.join < peer.join:
-                    joined.append(peer)
-                    if known is not None and peer.name not in self.lost:
-                        lost.append(known)  # and is back already
-            members = tuple(_newer(peer, before.get(peer.name)) for peer in attachment.members)
-        for peer in lost:
-            self.lose(peer)
+            known = self._members_of(attachment)
+        for peer in attachment.members:
+            before = known.get(peer.name, peer)
+            if before.join < peer.join or (before.join == peer.join and peer.name in attachment.lost):
+                self.lose(before)
         with self._changed:
-            assert self._attachment is not None
-            self._attachment = replace(self._attachment, members=members)
+            if self.listeners.busy:
+                self.listeners.run(self._join, attachment)
+                return
+        self._join(attachment)
+
+    def _members_of(self, attachment: Attachment) -> dict[str, Peer]:
+        """The members of its generation; none if the worker has left that."""
+        newest = self._attachment
+        is_newest = newest is not None and newest.generation == attachment.generation
+        return {peer.name: peer for peer in newest.members} if newest and is_newest else {}
+
+    def _join(self, attachment: Attachment) -> None:
+        with self._changed:
+            known = self._members_of(attachment)
+            if not known or self._attachment is None:
+                return
+            joined = [
+                peer for peer in attachment.members if peer.name not in known or known[peer.name].join < peer.join
+            ]
+            members = known | {peer.name: peer for peer in joined}
+            self._attachment = replace(self._attachment, members=tuple(members.values()))
             self.lost -= {peer.name for peer in joined}
             self.joins += len(joined)
             transport = self._transport
         for peer in joined:
             if transport is not None:
                 transport.joined(peer)
-        for peer in members:
+        for peer in joined:
             if peer.name in attachment.lost:
                 self.lose(peer)
-        for peer in joined:
-            if peer.name not in self.lost:
+            else:
                 for listener in [*self.on_joined]:  # which a map's end removes
                     listener(peer.name)
 
@@ -260,8 +262,8 @@ class Group:
                 return False
             self.lost.add(peer.name)
             self.losses += 1
-        for listener in self.on_lost:
-            listener(peer.name)
+            for listener in self.on_lost:  # with the lock held: nobody sees it join again before
+                listener(peer.name)
         return True
 
     def member(self, to: Peer | str) -> Peer:
@@ -287,7 +289,7 @@ class Group:
         """The connection to `name`, as its part number `join`, has closed. A member of an elastic role is given up; the
         supervisor of another one reports how its worker ended."""
         peer = next((peer for peer in self.members if peer.name == name), None)
-        if peer is None or peer.role not in self._elastic or name in self.lost:
+        if peer is None or peer.role not in self._elastic or (name in self.lost and join <= peer.join):
             return
         # not a warning: the peer may have left in order, and rank 0's supervisor logs every loss with its cause
         self.logger.debug("peer given up", peer=name, problem=str(error))
@@ -301,7 +303,3 @@ class Group:
         # the gang ends such a generation, or drains it
         if not self.peers(role) and not self.drain_ordered.wait(2 * self.settings.lease_seconds):
             raise PeerLostError(f"no {role} is left")
-
-
-def _newer(peer: Peer, known: Peer | None) -> Peer:
-    return known if known is not None and known.join > peer.join else peer

@@ -93,6 +93,8 @@ def meet_by(
 ) -> tuple[Wire, int]:
     """As `meet`: `dialer` connects to peers, and `accept` has the wire take their connections, and says where."""
     settings, group, services = context.settings, context.group, context.services
+    seconds = settings.connect_timeout
+    deadline = Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")
     sys.setswitchinterval(SWITCH_SECONDS)
     codec.arrive_on(context.device)
     rank0 = context.members[0].name
@@ -112,31 +114,29 @@ def meet_by(
         here = accept(wire)
         if with_store and wire.me == rank0:
             services.store_port()
-        met = _meet(wire, services, here, rank0, settings.connect_timeout)
+        met = _meet(wire, services, here, rank0, deadline)
         dialer.addresses = {address.name: address for address in met.addresses}
-        dialer.find = partial(_find, wire, services, rank0, settings.connect_timeout)
+        dialer.find = partial(_find, wire, services, rank0, deadline)
         if wire.me != rank0:
-            wire.connect(rank0)  # so that the call is sent at once: torch may hold the interpreter's lock from then on
+            wire.connect(rank0, deadline)  # the call is sent at once then: torch may hold the interpreter's lock later
             # not waited for: rank 0 may be too busy to answer as soon as it has the last one
-            seconds = settings.connect_timeout
-            wire.call(rank0, Request("ready", (wire.me,), {}, seconds, internal=True), Deadline(seconds))
+            wire.call(rank0, Request("ready", (wire.me,), {}, seconds, internal=True), deadline)
     group.open(session)
     context.metrics.rpc_connect_seconds.set(timer.seconds)
     return wire, met.store_port
 
 
-def _meet(wire: Wire, services: Services, here: Address, rank0: str, seconds: float) -> Met:
+def _meet(wire: Wire, services: Services, here: Address, rank0: str, deadline: Deadline) -> Met:
     if wire.me == rank0:
         services.arrived(here)
         services.ready(rank0)
         try:
-            return services.wait(seconds)
+            return services.wait(deadline)
         except TimeoutError:
             missing = ", ".join(services.missing())
-            raise PeerLostError(f"did not connect within CONNECT_TIMEOUT={seconds:g}: {missing}") from None
-    deadline = Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")
+            raise PeerLostError(f"did not connect within {deadline.setting}: {missing}") from None
     try:
-        met: Met = wire.call(rank0, Request("meet", (here,), {}, seconds, internal=True), deadline).result()
+        met: Met = wire.call(rank0, Request("meet", (here,), {}, float(deadline), internal=True), deadline).result()
     except CallTimeoutError as error:
         raise PeerLostError(f"not all members of the generation have connected: {error}") from error
     wire.forget_link(rank0)  # from now on by the shorter way, if there is one
@@ -148,14 +148,13 @@ def _identity(context: Context[Any], session: Session) -> WorkerIdentity:
     return WorkerIdentity(context.me.name, job, session.generation, lease, session.join)
 
 
-def _find(wire: Wire, services: Services, rank0: str, seconds: float, peer: str, join: int) -> Address:
+def _find(wire: Wire, services: Services, rank0: str, deadline: Deadline, peer: str, join: int) -> Address:
     """Where a member is that has come after the others: rank 0 knows it. Raises PeerLostError."""
-    setting = f"CONNECT_TIMEOUT={seconds:g}"
     try:
         if wire.me == rank0:
-            return services.address(peer, join).result(seconds)
-        request = Request("address", (peer, join), {}, seconds, internal=True)
-        address: Address = wire.call(rank0, request, Deadline(seconds, setting)).result()
+            return services.address(peer, join).result(deadline)
+        request = Request("address", (peer, join), {}, float(deadline), internal=True)
+        address: Address = wire.call(rank0, request, deadline).result()
         return address
     except (TimeoutError, CallTimeoutError) as error:
-        raise PeerLostError(f"{peer} has not connected to rank 0 within {setting}") from error
+        raise PeerLostError(f"{peer} has not connected to rank 0 within {deadline.setting}") from error

@@ -12,7 +12,6 @@ from rolecall.context.progress import Progress, ProgressEvent
 from rolecall.declare.remote import remote
 from rolecall.errors import PeerLostError
 from rolecall.wire.connecting import Address
-from rolecall.wire.dispatch import stacks_of
 
 Search = concurrent.futures.Future[Address]
 
@@ -40,11 +39,6 @@ class Services:
         self._ready = set[str]()  # members that know the others' addresses
         self._all_ready = threading.Event()
         self._lock, self._store_lock = threading.Lock(), threading.Lock()
-
-    @remote
-    def stacks(self, method: str) -> str:
-        """The stacks of the threads that run `method`."""
-        return stacks_of(method)
 
     @remote
     def end_stuck(self, problem: str) -> None:

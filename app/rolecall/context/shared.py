@@ -85,10 +85,15 @@ class Sharing:
         """Sends them to a member. Calls `ended(None)` once it has them, or with an error; perhaps twice."""
         key = to, self._map
         # urgent: it lasts as long as the map, and is not to count as in flight
-        held = transport.call_unwatched(
-            to, Request("share", (key, self.args, self.kwargs), {}, 0.0, internal=True), Deadline(0.0), urgent=True
+        held = transport.wire.call(
+            to,
+            Request("share", (key, self.args, self.kwargs), {}, 0.0, internal=True),
+            Deadline(0.0),
+            urgent=True,
+            waits=False,
         )
-        there = transport.call(to, Request("shared", (key,), {}, deadline.total, internal=True), deadline)
+        shared = Request("shared", (key,), {}, deadline.total, internal=True)
+        there = transport.call(to, shared, deadline, waits=False)
         self._calls[to] = [held, there]
 
         def tell(call: concurrent.futures.Future[Any]) -> None:

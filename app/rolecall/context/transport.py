@@ -14,7 +14,7 @@ from rolecall.errors import UsageError
 from rolecall.wire import tracing
 from rolecall.wire.calls import Wire
 from rolecall.wire.codec import encode
-from rolecall.wire.future import Future, Stream
+from rolecall.wire.future import Future
 from rolecall.wire.messages import EXAMINE_SECONDS, Deadline, Request
 
 
@@ -29,8 +29,8 @@ class Counters(NamedTuple):
 
 
 class Transport:
-    """The calls of one worker by its `wire`; `rank0` is rank 0's name. `call_unwatched` is for work in the background:
-    such a call counts neither as one of the job's, nor as what a step does."""
+    """The calls of one worker by its `wire`; `rank0` is rank 0's name. A call by the wire itself is for work in the
+    background: it counts neither as one of the job's, nor as what a step does."""
 
     def __init__(self, wire: Wire, metrics: Any, watchdog: Watchdog, *, rank0: str, rpc_timeout: float) -> None:
         self.wire = wire
@@ -38,21 +38,13 @@ class Transport:
         self._deadline = Deadline(rpc_timeout, f"RPC_TIMEOUT={rpc_timeout:g}")
         self._counters: dict[tuple[str, str], Counters] = {}  # by method and the peer that it was called at
         self._forwarded: Future[None] | None = None
-        self.call_unwatched, self.in_flight = wire.call, wire.in_flight
-        self.has_lost, self.on_disconnect = wire.has_lost, wire.on_disconnect
+        self.in_flight, self.has_lost, self.on_disconnect = wire.in_flight, wire.has_lost, wire.on_disconnect
 
-    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
-        """Calls a method of the peer `to`."""
-        content, request, ended = self._begin(to, request, deadline)
-        return self.wire.call(to, request, deadline, ended, content=content)
-
-    def stream(self, to: str, request: Request, deadline: Deadline) -> Stream[Any]:
-        """Calls a generator of the peer `to`."""
-        content, request, ended = self._begin(to, request._replace(seconds=0.0), Deadline(0.0))
-        return self.wire.stream(to, request, deadline, ended, content=content)
-
-    def _begin(self, to: str, request: Request, deadline: Deadline) -> Any:
-        method, watchdog = request.method, self._watchdog
+    def call(self, to: str, request: Request, deadline: Deadline, *, stream: bool = False, waits: bool = True) -> Any:
+        """Calls a method of the peer `to`; see `Wire.call`."""
+        method, watchdog, seconds = request.method, self._watchdog, deadline.total
+        if stream:
+            request, seconds = request._replace(seconds=0.0), 0.0
         counters = self._counters.get((method, to)) or self._first_call(method, to)
         span = tracing.begin(to, method)
         if header := tracing.header(span):
@@ -66,7 +58,7 @@ class Transport:
             span.attributes["sent"] = sent
         counters.calls.inc()
         counters.sent_bytes.inc(sent)
-        token = watchdog.called(deadline.total, to, method)
+        token = watchdog.called(seconds, to, method)
 
         def ended(_: Any, error: Exception | None, received: int) -> None:
             watchdog.answered(token)
@@ -79,7 +71,7 @@ class Transport:
                 span.attributes["received"] = received
                 span.end(error)
 
-        return content, request, ended
+        return self.wire.call(to, request, deadline, ended, content=content, stream=stream, waits=waits)
 
     def _first_call(self, method: str, to: str) -> Counters:
         metrics = self._metrics
@@ -120,9 +112,11 @@ class Transport:
         if before is not None:
             before.result()
         request = Request("take_progress", (event,), {}, float(self._deadline), internal=True)
-        self._forwarded = self.wire.call(self._rank0, request, self._deadline)
+        forwarded = self.wire.call(self._rank0, request, self._deadline)
         if isinstance(event, StepLogged) and event.score is not None:
-            self._forwarded.result()
+            forwarded.result()
+        else:
+            self._forwarded = forwarded
 
 
 def _unpicklable(to: str, request: Request, error: Exception) -> str:

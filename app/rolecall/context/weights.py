@@ -138,11 +138,11 @@ class Publisher:
             return self._exchanges[name]
 
     def _connect(self, seconds: float) -> Connection | None:
-        opened = self._group.wait_open(seconds)
-        if opened is None:
+        transport = self._group.wait_open(seconds)
+        if transport is None:
             return None
-        me, transport = self._group.me, opened.transport
-        return Connection(opened.session, (me.name, me.join), self._group.members[0].name, transport.call_unwatched)
+        me, wire = self._group.me, transport.wire
+        return Connection(wire.session, (me.name, me.join), self._group.members[0].name, wire.call)
 
     def _parts(self) -> dict[str, int]:
         lost = self._group.lost

@@ -13,7 +13,7 @@ A link's states, for each peer that this member calls. A peer has an epoch, the 
 | state | what holds | moves on to |
 | --- | --- | --- |
 | absent | no call has needed it | connecting: a call, or `listen` |
-| connecting | a connection is made, or what waited for it is sent | up: flushed; absent: not connected; lost |
+| connecting | a connection is made, or what waits for it is sent | up: sent; absent: not connected, `forget`; lost |
 | up | calls are sent at once, if there is room | lost: closed; absent: `forget`, or the peer has joined again |
 | lost | calls to it fail, and it is refused, because of a problem | absent: the peer has joined again |
 
@@ -27,8 +27,7 @@ A call's states:
 | queued | too much is in flight to its peer: the caller waits | sent: the link is up, and has room; given up |
 | linking | it waits for its link, and the caller does not | sent: connected; given up |
 | sent | it is at the peer, or on its way | answered; examined: its deadline has passed; given up |
-| examined | the peer is asked whether it has begun | sent: it has more time; late; answered; given up |
-| late | the peer is asked for its stacks | given up; answered |
+| examined | the peer is asked what it does | sent: it has more time; given up: it is late; answered |
 | answered | it has a result | - |
 | given up | it has failed, or nobody waits for it | - |
 """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rolecall.errors import CallTimeoutError, PeerLostError
 
-CallState = Literal["queued", "linking", "sent", "examined", "late", "answered", "given up"]
+CallState = Literal["queued", "linking", "sent", "examined", "answered", "given up"]
 
 
 class Deadline(float):
@@ -112,6 +112,15 @@ class Call:
             return 0.0
         self.extended = True
         return max(0.0, min(float(deadline), deadline + deadline.wait - (now - self.began)))
+
+
+class Examined(NamedTuple):
+    """What a peer says of calls: for how many seconds each has run (None: it waits, or is not there), whether the
+    role's object is there yet, and the stacks of each method."""
+
+    running: tuple[float | None, ...]
+    served: bool
+    stacks: dict[str, str]
 
 
 def frozen_error(late: CallTimeoutError) -> PeerLostError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.errors import CallError
+from rolecall.links.calls import Examined
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,9 @@ class Connect:
 
 @dataclass(frozen=True)
 class Flush:
-    """Send the calls, which have waited for the `link`. `flushed` follows."""
+    """Send the calls that have waited for the `link`, one after the other, as `next_waiting` says."""
 
     link: Any
-    calls: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,18 @@ class Close:
 
 @dataclass(frozen=True)
 class Examine:
-    """Ask `peer` which of the calls have begun. `examined` follows."""
+    """Ask `peer` what the calls do. `examined` follows."""
 
     peer: str
     calls: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Explain:
-    """Calls of one method at one peer are late: log that, with the peer's stacks unless it is `silent`. `explained`
-    follows."""
+class Late:
+    """Calls of one method at one peer are late: log that, with what the peer has said, None if nothing. They fail."""
 
     calls: tuple[Any, ...]
-    begun: bool
-    silent: bool
+    said: Examined | None
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class ReportLost:
     problem: str
 
 
-Effect = Connect | Flush | Send | Fail | Cancel | Close | Examine | Explain | Tell | ReportLost
+Effect = Connect | Flush | Send | Fail | Cancel | Close | Examine | Late | Tell | ReportLost
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rolecall.errors import CallError, PeerLostError
 from rolecall.links import effects
-from rolecall.links.calls import Call, CallState, frozen_error, lost_error
+from rolecall.links.calls import Call, CallState, Examined, frozen_error, lost_error
 from rolecall.links.effects import Batch, Effect
 
 MAX_IN_FLIGHT_BYTES = 128 * 2**20  # of requests to a peer without an answer; a larger one goes alone
@@ -29,7 +29,7 @@ class Peer:
     state: LinkState = "absent"
     problem: str = ""  # why it is lost
     attempt: int = 0  # the newest one to connect
-    link: Any = None  # once it is made; while it is connecting, what waited is sent by it
+    link: Any = None  # once it is made; while it is connecting, what waits is sent by it
     ready: bool = False  # the role's object has answered
     in_flight: int = 0  # calls that have room
     nbytes: int = 0  # of these
@@ -147,12 +147,16 @@ class Links:
             peer.queue.append(call)
         self.due = min(self.due, call.expires)
 
-    def answered(self, number: int, now: float) -> Call | None:
-        """The answer of a call has come, or what its method raised. Returns the call, unless it has ended before."""
+    def sent(self, number: int, link: Hashable) -> Call | None:
+        """The live call of that number, if it was sent by `link`: no other peer answers it."""
         call = self.calls.get(number)
-        if call is None or call.state in ("linking", "queued"):  # no answer of a peer that obeys the protocol
-            return None
-        del self.calls[number]
+        return call if call is not None and call.link is link else None
+
+    def answered(self, call: Call, now: float) -> bool:
+        """The answer of a call that was sent has come, or what its method raised. Returns False if it has ended
+        before."""
+        if self.calls.pop(call.number, None) is None:
+            return False
         call.state = "answered"
         peer = self._peers[call.to]
         if call.has_room:
@@ -162,19 +166,19 @@ class Links:
             peer.ready = True
         if peer.queue:
             self._admit(peer, now)
-        return call
+        return True
 
     def expect(self, call: Call, now: float) -> None:
         """The reader of a stream waits for an item: it comes before the deadline. `batch` has no news."""
         if call.live:
-            if call.state in ("examined", "late"):  # it has got an item meanwhile
+            if call.state == "examined":  # it has got an item meanwhile
                 call.state = "sent"
             call.expires = now + call.deadline if call.deadline else math.inf
             self.due = min(self.due, call.expires)
 
     def item(self, call: Call) -> None:
         """An item of a stream was taken: its reader does not wait."""
-        if call.state in ("examined", "late"):
+        if call.state == "examined":
             call.state = "sent"
         call.expires = math.inf
         self._peers[call.to].ready = True
@@ -244,29 +248,25 @@ class Links:
             if epoch > peer.epoch:
                 self._replace(peer, epoch)
             peer.link, peer.ready, self._links[link] = link, False, peer
-            self._flush(peer, now)
+            self.effects.append(effects.Flush(link))
         return self.batch()
 
     def _is_newest(self, peer: Peer, attempt: int) -> bool:
         return peer.state == "connecting" and peer.attempt == attempt and peer.link is None
 
-    def _flush(self, peer: Peer, now: float) -> None:
-        """Sends what waits for the link. Calls that come meanwhile wait behind."""
-        calls = tuple(peer.waiting)
-        peer.waiting.clear()
-        for call in calls:
-            self._send(call, peer, now)
-        if calls:
-            self.effects.append(effects.Flush(peer.link, calls))
-        else:
+    def next_waiting(self, link: Hashable, now: float) -> Call | None:
+        """The next call that has waited for a link, to be sent by it. Those that come meanwhile wait behind. After the
+        last one the link is up."""
+        peer = self._links.get(link)
+        if peer is None or peer.state != "connecting":
+            return None
+        if not peer.waiting:
             peer.state = "up"
             self._admit(peer, now)
-
-    def flushed(self, link: Hashable, now: float) -> Batch:
-        """What waited for a link is sent."""
-        if (peer := self._links.get(link)) and peer.state == "connecting":
-            self._flush(peer, now)
-        return self.batch()
+            return None
+        call = peer.waiting.popleft()
+        self._send(call, peer, now)
+        return call
 
     def not_connected(self, name: str, attempt: int, error: PeerLostError) -> Batch:
         """No connection to a peer can be made. It is not lost: the next call tries again."""
@@ -322,13 +322,13 @@ class Links:
             self.effects.append(effects.Close(link, problem))
 
     def forget(self, name: str) -> Batch:
-        """Closes the link to a peer without losing it: the next call makes another."""
+        """Closes the link to a peer without losing it: the next call makes another, as does what waits."""
         peer = self.peer(name)
-        if peer.state == "up":
+        if peer.link is not None:
             self.effects.append(effects.Close(peer.link, ""))
             self._drop(peer, CLOSED)
             peer.state = "absent"
-            if peer.queue:
+            if peer.waiting or peer.queue:
                 self._connect(peer)
         return self.batch()
 
@@ -401,14 +401,14 @@ class Links:
         """Moves on to `now`."""
         asked: dict[str, list[Call]] = {}
         for call in [call for call in self.calls.values() if now >= call.expires]:
-            if call.state == "queued":
-                self._fail(call, call.queued_error())
-            elif call.state == "linking":
-                late = call.late_error(begun=True)
-                self._fail(call, PeerLostError(f"{late}: the connection to it is not made yet"))
+            if not call.live:  # its link has been closed for another one
+                continue
+            late = call.queued_error() if call.state == "queued" else call.late_error(begun=True)
+            if call.state in ("linking", "queued"):
+                unmade = PeerLostError(f"{late}: the connection to it is not made yet")
+                self._fail(call, late if self._peers[call.to].state == "up" else unmade)
             elif call.internal:
-                self._fail(call, call.late_error(begun=True))
-                self._cancel(call)
+                self._fail_late([call], late, reads=call.urgent)
             else:
                 call.state, call.expires = "examined", math.inf  # until it is known what it does
                 asked.setdefault(call.to, []).append(call)
@@ -418,39 +418,34 @@ class Links:
         self.due = min((call.expires for call in self.calls.values()), default=math.inf)
         return self.batch()
 
-    def examined(
-        self, calls: Sequence[Call], running: Sequence[float | None] | None, *, served: bool = False, now: float
-    ) -> Batch:
-        """What a peer says of its calls: for how long each has been `running`, None if it has not begun; and whether
-        the role's object is there. Without `running` it has said nothing."""
+    def examined(self, calls: Sequence[Call], said: Examined | None, now: float) -> Batch:
+        """What a peer has said of its calls; None if it has said nothing."""
         late: dict[tuple[str, bool], list[Call]] = {}
         for place, call in enumerate(calls):
             if call.state != "examined":
                 continue
-            runs = None if running is None else running[place]
-            ready = self._peers[call.to].ready if running is None else served
-            more = call.more_seconds(now, runs, known=running is not None, ready=ready)
+            runs = said.running[place] if said else None
+            ready = said.served if said else self._peers[call.to].ready
+            more = call.more_seconds(now, runs, known=said is not None, ready=ready)
             if more:
                 call.state, call.expires = "sent", now + more
                 self.due = min(self.due, call.expires)
             else:
-                call.state = "late"
-                late.setdefault((call.method, running is None or runs is not None), []).append(call)
-        self.effects += [effects.Explain(tuple(each), begun, running is None) for (_, begun), each in late.items()]
+                late.setdefault((call.method, said is None or runs is not None), []).append(call)
+        for (_, begun), each in late.items():
+            if ended := [call for call in each if call.live]:
+                error = ended[0].late_error(begun=begun)
+                self.effects.append(effects.Late(tuple(ended), said))
+                self._fail_late(ended, error if said else frozen_error(error), reads=said is not None)
+            self._admit(self._peers[each[0].to], now)
         return self.batch()
 
-    def explained(self, calls: Sequence[Call], *, begun: bool, alive: bool, now: float) -> Batch:
-        """Late calls of one method are logged. The peer is `alive` if it has sent its stacks."""
-        ended = [call for call in calls if call.state == "late"]
-        if ended:
-            late = ended[0].late_error(begun=begun)
-            error = late if alive else frozen_error(late)
-            self._fail_all(ended, error)
-            for call in ended:
-                self._cancel(call)
-            for call in ended:
-                if not alive and not call.written and call.link in self._links:  # its caller is still sending it
-                    self.effects.append(effects.Close(call.link, str(error)))
-                    self._lose_link(call.link, str(error))
-            self._admit(self._peers[ended[0].to], now)
-        return self.batch()
+    def _fail_late(self, calls: Sequence[Call], error: CallError, *, reads: bool) -> None:
+        """Late calls of one peer end. Unless it `reads`, its link is closed if one of them is still being sent."""
+        self._fail_all(calls, error)
+        for call in calls:
+            self._cancel(call)
+        for call in calls:
+            if not (reads or call.written) and call.link in self._links:
+                self.effects.append(effects.Close(call.link, str(error)))
+                self._lose_link(call.link, str(error))

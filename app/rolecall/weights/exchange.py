@@ -183,19 +183,14 @@ class Exchange:
     def _fill(self, connection: Connection, version: Version, plan: Plan) -> int:
         """Pulls what the plan says. Returns the bytes that came. Raises CallError."""
         answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-        connected, received = set[str](), 0
-        counter = self._metrics.weights_bytes.labels(self.copies.name)
+        received, counter = 0, self._metrics.weights_bytes.labels(self.copies.name)
         while plan.missing:
             self._complete_pending(connection)
             for cell in plan.take_direct():
                 for chunk in _chunks(version, cell):
                     version.direct[chunk] = 1
             for request in plan.next(time.monotonic()):
-                arguments = (connection, version, request, answers)
-                if request.source in connected:
-                    self._request(*arguments)
-                else:  # the connection to it may take long to make
-                    threading.Thread(target=self._request, args=arguments, daemon=True).start()
+                self._request(connection, version, request, answers)
             try:
                 answer = answers.get(timeout=LOOK_SECONDS)
             except queue.Empty:
@@ -203,7 +198,6 @@ class Exchange:
                     raise connection.session.error() from None
                 plan.look(time.monotonic())
             else:
-                connected.add(answer.request.source)
                 nbytes = self._take(version, plan, answer)
                 received += nbytes
                 counter.inc(nbytes)
@@ -234,11 +228,7 @@ class Exchange:
     ) -> None:
         chunks = [chunk for chunk in _chunks(version, request.cell) if not version.has[chunk]]
         arguments = (self.copies.name, version.version_id, chunks, CHUNKS_SECONDS)
-        try:
-            future = connection.ask(request.source, "weights_chunks", *arguments, wait=CHUNKS_SECONDS)
-        except CallError as error:  # in a thread of its own, which nobody waits for
-            answers.put(_Answer(request, chunks, None, error))
-            return
+        future = connection.ask(request.source, "weights_chunks", *arguments, wait=CHUNKS_SECONDS)
 
         def answered(future: Any) -> None:
             error = future.exception()

@@ -12,35 +12,58 @@ from typing import Any
 from rolecall import telemetry
 
 FAILED = "a callback has failed"
+TOO_MANY = "this process can start no more threads; raise the limit of processes (ulimit -u, pids.max)"
 MAX_IDLE = 8  # threads that wait for more; further ones end
 
 
+def start(name: str, function: Callable[..., object], *args: Any) -> bool:
+    """Runs `function` in a thread of its own. Returns False if this process can start no more threads."""
+    try:
+        threading.Thread(target=function, args=args, name=name, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
+
+
 class _Threads:
-    """Threads as needed: each runs one function at a time, and none waits for another."""
+    """Threads as needed: each runs one function at a time, and none waits for another. If no more can be started, work
+    waits for one of those that run; without any, who asks for it does it."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._idle = 0
+        self._count = 0
+        self._idle = 0  # of these; below 0, so much work waits
 
     def run(self, function: Callable[..., object], *args: Any) -> None:
         with self._lock:
-            is_idle = self._idle > 0
-            self._idle -= is_idle
-        if is_idle:
+            waits = self._idle > 0
+            self._idle -= waits
+            self._count += not waits
+        if not waits and not start("wire apart", self._serve, function, args):
+            with self._lock:
+                self._count -= 1
+                waits = self._count > 0
+                self._idle -= waits
+            if not waits:
+                self._run(function, args)
+        if waits:
             self._work.put((function, args))
-        else:
-            threading.Thread(target=self._serve, args=(function, args), name="wire apart", daemon=True).start()
+
+    @staticmethod
+    def _run(function: Callable[..., object], args: tuple[Any, ...]) -> None:
+        try:
+            function(*args)
+        except BaseException:  # such as a callback's: nobody else learns of it
+            telemetry.log().exception(FAILED)
 
     def _serve(self, function: Callable[..., object], args: tuple[Any, ...]) -> None:
         while True:
-            try:
-                function(*args)
-            except BaseException:  # such as a callback's: nobody else learns of it
-                telemetry.log().exception(FAILED)
+            self._run(function, args)
             del function, args  # they may hold large values
             with self._lock:
                 if self._idle >= MAX_IDLE:
+                    self._count -= 1
                     return
                 self._idle += 1
             function, args = self._work.get()

@@ -15,12 +15,12 @@ from typing import Any, cast
 from rolecall import telemetry
 from rolecall.errors import PeerLostError, RemoteError
 from rolecall.links import effects
-from rolecall.links.calls import Call, lost_error
+from rolecall.links.calls import Call, Examined, lost_error
 from rolecall.links.effects import Batch
 from rolecall.links.links import Links
 from rolecall.wire import apart, clock
 from rolecall.wire.codec import Encoded, decode, encode
-from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher, Examined
+from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.link import Link, Sockets, pair
@@ -36,12 +36,11 @@ _CLASS = b"\x93"  # the opcode by which a pickle names a class or a function, wh
 
 @dataclass(eq=False, slots=True)
 class Pending(Call):
-    """A call that this worker makes. Without a `request`, it only waits for the link."""
+    """A call that this worker makes."""
 
-    request: Request | None = field(kw_only=True)
     ended: Ended | None = None
     future: Future[Any] = field(init=False)
-    content: Encoded | None = field(default=None, init=False)  # while it waits for its link, in memory of its own
+    content: Encoded | None = field(default=None, init=False)  # while it waits and its caller does not, a copy
     room: threading.Event | None = field(default=None, init=False)  # that its caller waits for
     items: queue.SimpleQueue[Frame | Exception | None] | None = field(default=None, init=False)  # of a stream
 
@@ -63,19 +62,19 @@ class Wire:
         session: Session,
     ) -> None:
         self.me, self._dial, self._limit, self._lost = me, dial, max_message_bytes, lost
-        self.dispatcher, self._session = dispatcher, session
+        self.dispatcher, self.session = dispatcher, session
         self._monitor = LongCallMonitor()
         self._links = Links()
         self._lock = threading.Lock()  # for it; what it says is done without the lock
         self._looks_at = float("inf")  # when the thread that keeps deadlines looks next
         self._wakeups: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()  # of it; calls that nobody waits for
         threading.Thread(target=self._keep_deadlines, name="wire deadlines", daemon=True).start()
-        self._session.on_end(self._close)
+        self.session.on_end(self._close)
 
     def _close(self) -> None:
         """Closes all links, and ends this wire's threads."""
         try:
-            self._take(self._links.end, self._session.problem)
+            self._take(self._links.end, self.session.problem)
         finally:
             self._monitor.stop()
             self._wakeups.put(None)
@@ -96,7 +95,7 @@ class Wire:
         return batch
 
     def _keep_deadlines(self) -> None:
-        while not self._session.ended:
+        while not self.session.ended:
             with self._lock:
                 due = self._looks_at = self._links.due
             try:
@@ -122,26 +121,17 @@ class Wire:
         """Does one thing. Returns what follows from it."""
         match effect:
             case effects.Connect(peer, epoch, attempt):
-                work = threading.Thread(target=self._connect, args=(peer, epoch, attempt), name=f"wire to {peer}")
-                work.daemon = True
-                try:
-                    work.start()
-                except RuntimeError as error:  # there are too many threads
-                    lost = PeerLostError(f"{peer} cannot be connected to: {error}")
+                if not apart.start(f"wire to {peer}", self._connect, peer, epoch, attempt):
+                    lost = PeerLostError(f"{peer} cannot be connected to: {apart.TOO_MANY}")
                     with self._lock:
                         return self._timed(self._links.not_connected(peer, attempt, lost)).effects
-            case effects.Flush(link, calls):
-                for call in calls:
-                    if call.live:
-                        self._write(link, call, call.content)
-                with self._lock:
-                    following = self._timed(self._links.flushed(link, clock.now())).effects
-                for call in calls:
-                    if call.request is None:  # it has waited for the link, by which calls are sent at once now
-                        self._finish(call, None, None)
-                return following
+            case effects.Flush(link):
+                self._flush(link)
             case effects.Send(call):
-                call.room.set()
+                if call.room:
+                    call.room.set()
+                else:
+                    self._write(call.link, call, call.content, waits=False)
             case effects.Fail(call, error):
                 self._end(call, None, error)
             case effects.Cancel(call):
@@ -151,8 +141,8 @@ class Wire:
                 link.close(problem)
             case effects.Examine(peer, calls):
                 apart.run(self._examine, peer, calls)
-            case effects.Explain():
-                apart.run(self._explain, effect)
+            case effects.Late(calls, said):
+                self._log_late(calls[0], said)
             case effects.Tell(peer, listeners):
                 for listener in listeners:
                     apart.run(listener, peer)
@@ -160,8 +150,19 @@ class Wire:
                 apart.run(self._report_lost, peer, epoch, problem)
         return ()
 
+    def _flush(self, link: Link) -> None:
+        """Sends what has waited for a link. It may wait for the peer to read."""
+        while True:
+            with self._lock:
+                call = cast(Pending | None, self._links.next_waiting(link, clock.now()))
+                batch = self._timed(self._links.batch())
+            self._do(batch)
+            if call is None:
+                return
+            self._write(link, call, cast(Encoded, call.content))
+
     def _report_lost(self, peer: str, epoch: int, problem: str) -> None:
-        if not self._session.ended:  # with which all are lost
+        if not self.session.ended:  # with which all are lost
             self._lost(peer, epoch, lost_error(peer, problem))
 
     # ---- links
@@ -176,7 +177,7 @@ class Wire:
         return Link(
             peer,
             sockets,
-            session=self._session,
+            session=self.session,
             limit=self._limit,
             monitor=self._monitor,
             quick=self._quick,
@@ -189,6 +190,8 @@ class Wire:
         """Makes the link to a peer, and sends what waits for it."""
         try:
             sockets = self._to_self(epoch) if peer == self.me else self._dial(peer, epoch)
+            link = self._link(peer, sockets)
+            link.start()  # first: a peer that waits for its answers to be read may not read what is sent
         except BaseException as error:
             lost = error
             if not isinstance(error, PeerLostError):
@@ -196,8 +199,6 @@ class Wire:
                 lost.__cause__ = error
             self._take(self._links.not_connected, peer, attempt, lost)
             return
-        link = self._link(peer, sockets)
-        link.start()  # first: a peer that waits for its answers to be read may not read what is sent
         self._take(self._links.connected, peer, attempt, link, epoch=sockets.join, now=clock.now())
         if link.ended:  # perhaps before it was known
             self._take(self._links.closed, link, link.problem)
@@ -209,14 +210,12 @@ class Wire:
 
     def _closed(self, link: Link, problem: str) -> None:
         self.dispatcher.closed(link)
-        self._take(self._links.closed, link, self._session.problem if self._session.ended else problem)
+        self._take(self._links.closed, link, self.session.problem if self.session.ended else problem)
 
-    def connect(self, peer: str) -> None:
-        """Makes the link to `peer`, unless there is one. Raises PeerLostError."""
-        call = Pending(peer, "", Deadline(0.0), internal=True, urgent=True, request=None)
-        call.future = Future()
-        self._start(call, _NOTHING)
-        call.future.result()  # within CONNECT_TIMEOUT
+    def connect(self, peer: str, deadline: Deadline) -> None:
+        """Makes the link to `peer`, unless there is one. Raises PeerLostError, and CallTimeoutError if the peer has not
+        answered by it before the deadline."""
+        self._ask(peer, (), deadline).result()
 
     def joined(self, peer: str, join: int) -> None:
         """`peer` is there as its part number `join`. If that is a new one, links of the one before are closed, and the
@@ -254,43 +253,33 @@ class Wire:
         ended: Ended | None = None,
         *,
         content: Encoded | None = None,
+        stream: bool = False,
         urgent: bool = False,
-    ) -> Future[Any]:
-        """Calls `request` at the peer `to`; `ended` is called before the future has its result. `content` is the
-        encoded request, if the caller has it already. A call that is `urgent` waits for no earlier one. Raises what
-        pickling the arguments raises."""
+        waits: bool = True,
+    ) -> Any:
+        """Calls `request` at the peer `to`. Returns the Future of its answer; of a generator (`stream`) a Stream, each
+        item of which may take until the deadline. `ended` is called before the future has its result. `content` is the
+        encoded request, if the caller has it already. A call that is `urgent` waits for no earlier one. Without
+        `waits`, the caller does not wait for the peer to read, or to answer earlier calls: what it does not take at
+        once is copied. Raises what pickling the arguments raises."""
         content = content or encode(tuple(request))
-        call = Pending(
-            to, request.method, deadline, content.nbytes, request.internal, urgent=urgent, request=request, ended=ended
-        )
-        call.future = Future(partial(self._give_up, call), partial(self._wakeups.put, call))
-        self._start(call, content)
-        return call.future
-
-    def stream(
-        self,
-        to: str,
-        request: Request,
-        deadline: Deadline,
-        ended: Ended | None = None,
-        *,
-        content: Encoded | None = None,
-    ) -> Stream[Any]:
-        """Calls a generator at the peer `to`. Each item may take until the deadline; `request` has none."""
-        content = content or encode(tuple(request))
-        call = Pending(
-            to, request.method, deadline, content.nbytes, request.internal, stream=True, request=request, ended=ended
-        )
-        items = call.items = queue.SimpleQueue()
-        call.future = Future()  # for what is no stream's answer
-        self._start(call, content)
+        nbytes, internal = content.nbytes, request.internal
+        call = Pending(to, request.method, deadline, nbytes, internal, urgent=urgent, stream=stream, ended=ended)
+        drop = partial(self._wakeups.put, call)
+        if not stream:
+            call.future = Future(partial(self._give_up, call), drop)
+            self._start(call, content, waits)
+            return call.future
+        items, call.future = queue.SimpleQueue[Frame | Exception | None](), Future()  # for what is no stream's answer
+        call.items = items
+        self._start(call, content, waits)
 
         def close() -> None:
             if call.live:
                 self._give_up(call)
                 items.put(None)
 
-        return Stream(self._read(call, items), close, partial(self._wakeups.put, call))
+        return Stream(self._read(call, items), close, drop)
 
     def _read(self, call: Pending, items: queue.SimpleQueue[Frame | Exception | None]) -> Iterator[Any]:
         """What a stream's reader reads, in its thread."""
@@ -320,38 +309,41 @@ class Wire:
                     call.link.send_count(Kind.CREDIT, call.number, taken)
                 taken = 0
 
-    def _start(self, call: Pending, content: Encoded) -> None:
+    def _start(self, call: Pending, content: Encoded, waits: bool = True) -> None:
         links = self._links
-        waits = links.link_to(call.to) is None
-        if waits:
+        is_copied = links.link_to(call.to) is None
+        if is_copied:
             content = content.owned()  # its caller goes on before it is sent
         with self._lock:
             link = links.begin(call, clock.now())
             batch = None
             if link is None or links.due < self._looks_at:
                 batch = self._timed(links.batch())
-                if call.state == "linking":
-                    call.content = content if waits else content.owned()
-                elif call.state == "queued":
+                if call.state == "queued" and waits:
                     call.room = threading.Event()
+                elif call.state in ("linking", "queued"):
+                    call.content = content if is_copied else content.owned()
         if batch:
             self._do(batch)
         if call.room:
             call.room.wait()  # bounded by its deadline, if there is one, and by the peer
             link = call.link
         if link is not None:
-            self._write(link, call, content)
+            self._write(link, call, content, waits)
 
-    def _write(self, link: Link, call: Pending, content: Encoded | None) -> None:
-        """Sends a request."""
+    def _write(self, link: Link, call: Pending, request: Encoded, waits: bool = True) -> None:
+        """Sends a request. Without `waits`, the thread does not wait for the peer to read."""
         call.content = None
-        if call.request is None:
-            self._finish(call, None, None)
-            return
-        try:
-            link.send(Kind.REQUEST, call.number, cast(Encoded, content))
-        except OSError as error:
-            link.close(str(error))
+        if waits and not link.outbox.busy:  # otherwise it would overtake what is sent apart
+            try:
+                link.send(Kind.REQUEST, call.number, request)
+            except OSError as error:
+                link.close(str(error))
+            self._written(call)
+        else:
+            link.offer(Kind.REQUEST, call.number, request, partial(self._written, call))
+
+    def _written(self, call: Pending) -> None:
         call.written = True
         if call.state == "given up":  # meanwhile
             self._cancel(call)
@@ -376,7 +368,7 @@ class Wire:
 
     def _is_answered(self, call: Pending) -> bool:
         with self._lock:
-            is_live = self._links.answered(call.number, clock.now()) is not None
+            is_live = self._links.answered(call, clock.now())
             batch = self._timed(self._links.batch()) if self._links.effects else None
         if batch:
             self._do(batch)
@@ -402,45 +394,33 @@ class Wire:
 
     # ---- late calls
 
-    def _ask(self, peer: str, method: str, *args: Any, then: Callable[[Any], None]) -> None:
-        """Asks a peer about late calls, whatever is in flight. Calls `then` with the answer, None without one."""
-        request = Request(method, args, {}, EXAMINE_SECONDS, internal=True)
-
-        def ended(value: Any, error: Exception | None, _: int) -> None:
-            apart.run(then, None if error else value)
-
-        self.call(peer, request, Deadline(EXAMINE_SECONDS), ended, urgent=True)
+    def _ask(self, peer: str, calls: tuple[Call, ...], deadline: Deadline) -> Future[Any]:
+        """Asks a peer what its calls do, whatever is in flight."""
+        asked = tuple((call.number, call.method) for call in calls)
+        request = Request("examine", (self.me, asked), {}, float(deadline), internal=True)
+        future: Future[Any] = self.call(peer, request, deadline, urgent=True, waits=False)
+        return future
 
     def _examine(self, peer: str, calls: tuple[Call, ...]) -> None:
         def then(answer: Any) -> None:
-            running, served = (None, False) if answer is None else Examined(*answer)
-            self._take(self._links.examined, calls, running, served=served, now=clock.now())
+            said = None if answer.exception() else Examined(*answer.result())
+            self._take(self._links.examined, calls, said, clock.now())
 
-        self._ask(peer, "examine", self.me, tuple(call.number for call in calls), then=then)
+        self._ask(peer, calls, Deadline(EXAMINE_SECONDS)).add_done_callback(then)
 
-    def _explain(self, late: effects.Explain) -> None:
-        first = late.calls[0]
-
-        def then(stacks: str | None) -> None:
-            details = {"exception": f"stacks of {first.to}:\n{stacks}"}
-            if stacks is None:
-                details = {"stacks": "none: the peer does not answer"}
-            deadline = first.deadline
-            telemetry.log().warning(
-                "call timed out",
-                peer=first.to,
-                function=first.method,
-                deadline_s=float(deadline),
-                setting=deadline.setting,
-                **details,
-            )
-            alive, now = stacks is not None, clock.now()
-            self._take(self._links.explained, late.calls, begun=late.begun, alive=alive, now=now)
-
-        if late.silent:
-            then(None)
-        else:
-            self._ask(first.to, "stacks", first.method, then=then)
+    @staticmethod
+    def _log_late(call: Call, said: Examined | None) -> None:
+        details = {"stacks": "none: the peer does not answer"}
+        if said:
+            details = {"exception": f"stacks of {call.to}:\n{said.stacks.get(call.method)}"}
+        telemetry.log().warning(
+            "call timed out",
+            peer=call.to,
+            function=call.method,
+            deadline_s=float(call.deadline),
+            setting=call.deadline.setting,
+            **details,
+        )
 
     # ---- what arrives
 
@@ -465,7 +445,7 @@ class Wire:
         if frame.kind == Kind.REQUEST:
             self.dispatcher.received(link, frame)
             return
-        call = cast(Pending | None, self._links.calls.get(frame.call))
+        call = cast(Pending | None, self._links.sent(frame.call, link))
         if frame.kind != Kind.ITEM:
             link.release(frame)
         if call is not None:

@@ -8,28 +8,28 @@ import time
 HELD_SECONDS = 0.5  # between two looks at a deadline while the time stands still
 _lock = threading.Lock()
 _holders = set[str]()
-_held_at: float | None = None
-_held = 0.0  # seconds, so far
+_held: tuple[float | None, float] = None, 0.0  # since when, and for how many seconds before; read as one
 
 
 def now() -> float:
     """Seconds of a clock that only goes forward, as `time.monotonic`."""
-    return (time.monotonic() if _held_at is None else _held_at) - _held
+    since, before = _held
+    return (time.monotonic() if since is None else since) - before
 
 
 def hold(holder: str, held: bool = True) -> None:
     """The time stands still for `holder`, or no longer for it: it goes on once no holder is left."""
-    global _held_at, _held
+    global _held
     with _lock:
         if held:
             _holders.add(holder)
         else:
             _holders.discard(holder)
-        if _holders and _held_at is None:
-            _held_at = time.monotonic()
-        elif not _holders and _held_at is not None:
-            seconds, _held_at = time.monotonic() - _held_at, None
-            _held += seconds
+        since, before = _held
+        if _holders and since is None:
+            _held = time.monotonic(), before
+        elif not _holders and since is not None:
+            _held = None, before + time.monotonic() - since
 
 
 def holders() -> frozenset[str]:
@@ -40,4 +40,4 @@ def holders() -> frozenset[str]:
 def seconds_until(end: float) -> float:
     """How long to wait until `end` is to be looked at again."""
     left = max(0.0, end - now())
-    return left if _held_at is None else max(left, HELD_SECONDS)
+    return left if _held[0] is None else max(left, HELD_SECONDS)

@@ -29,7 +29,7 @@ from rolecall.tunnel.client import TunnelClient
 from rolecall.tunnel.dial import connect, set_keepalive
 from rolecall.tunnel.local import process_at, same_user, unix_listener
 from rolecall.tunnel.tickets import preamble
-from rolecall.wire import memory
+from rolecall.wire import apart, memory
 from rolecall.wire.link import Sockets
 from rolecall.wire.memory import Region
 from rolecall.wire.session import Session
@@ -303,9 +303,7 @@ class Acceptor:
             self._handshakes[handshake] = None
         if oldest:
             oldest.stop()
-        try:
-            threading.Thread(target=self._greet, args=(handshake,), name="wire hello", daemon=True).start()
-        except RuntimeError:  # there are too many threads: its maker tries again
+        if not apart.start("wire hello", self._greet, handshake):  # its maker tries again
             sock.close()
             with self._lock:
                 self._handshakes.pop(handshake, None)

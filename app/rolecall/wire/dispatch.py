@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rolecall.declare import loader
 from rolecall.declare.remote import MARK, Remote, find, remote, serial_names
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
+from rolecall.links.calls import Examined
 from rolecall.record.recorder import NOOP, NoopSpan, Span
 from rolecall.wire import apart, clock, tracing
 from rolecall.wire.codec import Encoded, decode, encode
@@ -81,14 +82,6 @@ class Call:
             apart.run(self.undo)
 
 
-class Examined(NamedTuple):
-    """What a worker says of a peer's calls: for how many seconds each has run (None: it waits, or is not here), and
-    whether the role's object is there yet."""
-
-    running: tuple[float | None, ...]
-    served: bool
-
-
 class Dispatcher:
     """Runs calls of `internals`, this worker's own services, and of the role's object once `serve` has named it. `me`
     is this member's name. It lives as long as the worker, whatever generation the calls come from."""
@@ -143,13 +136,14 @@ class Dispatcher:
         self._turns.put(None)
 
     @remote
-    def examine(self, caller: str, numbers: tuple[int, ...]) -> Examined:
-        """What the calls `numbers` of the member `caller` do."""
+    def examine(self, caller: str, asked: tuple[tuple[int, str], ...]) -> Examined:
+        """What calls of the member `caller` do, which have a number and a method each."""
         calls = {call.number: call for call in list(self._calls.values()) if call.link.peer == caller}
         now = clock.now()
-        begun = [calls[number].begun if number in calls else None for number in numbers]
+        begun = [calls[number].begun if number in calls else None for number, _ in asked]
         served = self._target is not None or bool(self._refusal)
-        return Examined(tuple(None if each is None else now - each for each in begun), served)
+        stacks = {method: stacks_of(method) for method in {method for _, method in asked}}
+        return Examined(tuple(None if each is None else now - each for each in begun), served, stacks)
 
     # ---- what arrives
 
@@ -313,7 +307,10 @@ class Dispatcher:
                 self._end(call, Failure(UsageError.__name__, refused))
                 return
             call.credits = threading.Semaphore(STREAM_CREDITS)
-            threading.Thread(target=self._stream, args=(call, method, call.credits), daemon=True).start()
+            if not apart.start(request.method, self._stream, call, method, call.credits):
+                with self._lock:
+                    self._streams -= 1
+                self._end(call, Failure(UsageError.__name__, f"{self._me}: {apart.TOO_MANY}"))
         elif mark.coroutine:
             self._submit(call, method)
         else:
@@ -367,9 +364,14 @@ class Dispatcher:
         """Has the event loop run an async method. Calls `ended` once it has ended, perhaps twice."""
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                _loops.add(self._loop)
-                threading.Thread(target=self._run_loop, args=(self._loop,), name="remote async", daemon=True).start()
+                loop = asyncio.new_event_loop()
+                if apart.start("remote async", self._run_loop, loop):
+                    self._loop = loop
+                    _loops.add(loop)
+        if self._loop is None:
+            loop.close()
+            self._end(call, Failure(UsageError.__name__, f"{self._me}: {apart.TOO_MANY}"))
+            return
 
         answers_here = threading.Event()  # what answers the call was added before its end, and so runs in the loop
 
@@ -390,15 +392,15 @@ class Dispatcher:
                 answers_here.wait()  # for a moment
                 return value
 
-        with self._lock:
-            if self._closed:
-                return
-            call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
-        if call.cancelled:
-            call.coroutine.cancel()
-        if ended:  # one that is cancelled before it begins never does
-            call.coroutine.add_done_callback(lambda _: None if call.begun else ended())
         try:
+            with self._lock:
+                if self._closed:
+                    return
+                call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
+            if call.cancelled:
+                call.coroutine.cancel()
+            if ended:  # one that is cancelled before it begins never does
+                call.coroutine.add_done_callback(lambda _: None if call.begun else ended())
             self._answer_later(call, call.coroutine, NOOP)
         finally:  # the loop waits for it
             answers_here.set()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import mmap
 import select
 import socket
 import ssl
@@ -27,9 +26,7 @@ HEAD = struct.Struct("!BBHQQ")
 SIZE, REGION = struct.Struct("!Q"), struct.Struct("!QQ")
 IN_MEMORY = 1  # flag: the buffers are in the sender's memory
 RECEIVE_BYTES = 256 * 1024  # of a connection's buffer
-RESERVED_BYTES = 256 * 2**20  # for what has not arrived; memory for a larger buffer grows as it arrives
 JOIN_BYTES = 64 * 1024  # a smaller frame is sent by one system call
-READY_BYTES = 4096  # that a socket takes at once if it is ready to be written to
 MAX_BUFFERS = 1024  # that one sendmsg takes
 
 
@@ -78,7 +75,7 @@ class FrameReader:
         self._start = self._end = 0  # of what has arrived and was not read
 
     def next(self) -> Frame:
-        """The next frame. Raises EOFError at the end of the connection, FrameError, and OSError."""
+        """The next frame. Raises EOFError at the end of the connection, FrameError, OSError and MemoryError."""
         self._require(HEAD.size)
         kind, flags, count, length, call = HEAD.unpack_from(self._buffer, self._start)
         self._start += HEAD.size
@@ -130,25 +127,9 @@ class FrameReader:
         """The next `count` bytes, in memory of their own."""
         if count <= JOIN_BYTES:
             return bytearray(self._bytes(count))
-        if count > RESERVED_BYTES:
-            return self._huge(count)
-        target = np.empty(count, np.uint8)  # unlike a bytearray, not cleared first
+        target = np.empty(count, np.uint8)  # unlike a bytearray, not cleared first: pages come with what arrives
         self._fill(target.data)
         return target.data
-
-    def _huge(self, count: int) -> memoryview:
-        with contextlib.ExitStack() as undo:
-            target = mmap.mmap(-1, RESERVED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            undo.callback(target.close)
-            done = 0
-            while done < count:
-                end = min(count, done + RESERVED_BYTES)
-                target.resize(end)  # moves pages, and copies nothing
-                with memoryview(target) as view, view[done:] as rest:
-                    self._fill(rest)
-                done = end
-            undo.pop_all()
-        return memoryview(target)
 
     def _fill(self, view: memoryview) -> None:
         here = min(len(view), self._end - self._start)
@@ -210,15 +191,17 @@ class FrameWriter:
             self._send_parts(parts)
 
     def try_send(self, kind: Kind, call: int, content: Encoded) -> bool:
-        """Sends a small frame if that takes no wait. Returns whether it did. Raises OSError."""
-        if content.nbytes > READY_BYTES or not self._lock.acquire(blocking=False):
+        """Sends a frame that is not large if that takes no wait. Returns whether it did. Raises OSError."""
+        if content.nbytes >= memory.MIN_BYTES or not self._lock.acquire(blocking=False):
             return False
         try:
             if self._sock.fileno() < 0:
                 raise ConnectionError("the connection was closed")
+            # a third of its buffer is free if a socket is ready, TCP or Unix
+            room = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
             ready = select.poll()
             ready.register(self._sock, select.POLLOUT)
-            if not ready.poll(0):
+            if content.nbytes > room or not ready.poll(0):
                 return False
             self._sock.sendall(b"".join((_head(kind, call, content), content.body, *content.buffers)))
             return True

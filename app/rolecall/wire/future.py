@@ -73,7 +73,23 @@ class Future(concurrent.futures.Future[T]):
         return self._decided.acquire(blocking=False)
 
     def __await__(self) -> Generator[Any, None, T]:
-        return asyncio.wrap_future(self).__await__()
+        awaited = _Awaited[T](self.cancel)
+
+        def ended(_: concurrent.futures.Future[T]) -> None:
+            if self.cancelled():
+                awaited.cancel()
+            else:
+                error = self.exception()
+                awaited.end(None if error else self.result(), error)
+
+        self.then(ended)
+        return asyncio.wrap_future(awaited).__await__()
+
+
+class _Awaited(Future[T]):
+    """An answer for asyncio, whose callbacks take no time."""
+
+    add_done_callback = Future.then
 
 
 class Stream(Generic[T]):

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rolecall import telemetry
-from rolecall.wire import memory
+from rolecall.errors import PeerLostError
+from rolecall.wire import apart, memory
 from rolecall.wire.apart import Ordered
 from rolecall.wire.codec import Encoded
 from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
@@ -73,7 +74,7 @@ class Link:
         closed: Callable[[Link, str], None],
         drained: Callable[[Link], None],
     ) -> None:
-        self.peer, self.join, self.session, self.problem = peer, sockets.join, session, ""
+        self.peer, self.session, self.problem = peer, session, ""
         self._sockets = sockets
         self._reader = FrameReader(sockets.incoming, limit, sockets.pid)
         self._writer = FrameWriter(sockets.outgoing, sockets.read_by_peer)
@@ -83,11 +84,14 @@ class Link:
         self._ended = self._shut_down = self._unread = False
         self.unread_answers = self.unread_bytes = 0  # that the dispatcher sends, and the peer has not read
         self.unpacking = set[int]()  # requests that were read, and whose methods are not known yet
-        self._outbox = Ordered()
+        self.outbox = Ordered()  # sends what the peer has not taken at once
 
     def start(self) -> None:
-        """Begins to read."""
-        self._readers.start()
+        """Begins to read. Raises PeerLostError, and closes the link, if there are too many threads for that."""
+        if not self._readers.start():
+            self._unread = True
+            self.close(apart.TOO_MANY)
+            raise PeerLostError(apart.TOO_MANY)
 
     # ---- sending
 
@@ -101,14 +105,14 @@ class Link:
         """Sends a frame, without a wait for the peer: what it does not take at once is copied, and sent apart. Calls
         `sent` once it is sent, or never will be."""
         try:
-            done = not self._outbox.busy and self._writer.try_send(kind, call, content)
+            done = not self.outbox.busy and self._writer.try_send(kind, call, content)
         except OSError as error:
             self.close(str(error))
             done = True
         if done:
             sent()
         else:
-            self._outbox.run(self._post, kind, call, content.owned(), sent)
+            self.outbox.run(self._post, kind, call, content.owned(), sent)
 
     def _post(self, kind: Kind, call: int, content: Encoded, sent: Callable[[], object]) -> None:
         try:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from rolecall.wire import apart
 from rolecall.wire.frames import Frame
 
 LOOK_SECONDS = 0.002  # between two looks: a call that both see runs for long
@@ -62,14 +63,16 @@ class Readers:
         self._seen, self._idle, self._watched = 0, 0, False
         self._eager = 0
 
-    def start(self) -> None:
-        """Begins to read."""
+    def start(self) -> bool:
+        """Begins to read. Returns False if there are too many threads for that."""
         with self._lock:
-            self._add_thread()
+            return self._add_thread()
 
-    def _add_thread(self) -> None:
+    def _add_thread(self) -> bool:
         self._spare += 1
-        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        started = apart.start(self._name, self._serve)
+        self._spare -= not started
+        return started
 
     def _serve(self) -> None:
         while True:
@@ -88,9 +91,11 @@ class Readers:
             if self._eager:
                 with self._lock:
                     self._eager -= 1
-                    self._pass_on()
+                    passed_on = self._pass_on()
                 self._run(frame)
-                return True
+                if passed_on:
+                    return True
+                continue
             self._number += 1
             self._runner, number = threading.get_ident(), self._number
             self._running = number
@@ -104,27 +109,26 @@ class Readers:
                 self._running = 0
         return False
 
-    def _pass_on(self) -> None:
-        """Lets another thread read."""
+    def _pass_on(self) -> bool:
+        """Lets another thread read. Returns False if there are too many for that: this one reads on once it can."""
+        if self._spare < 2 and not self._add_thread():
+            return False
         self._spare -= 1
-        if not self._spare:
-            self._add_thread()
         self._reading.release()
+        return True
 
     def step_aside(self) -> None:
         """This thread will wait: if it is the one that reads, another reads on."""
         if self._running and self._runner == threading.get_ident():
             with self._lock:
-                if self._running:
+                if self._running and self._pass_on():
                     self._running = 0
-                    self._pass_on()
 
     def look(self) -> bool:
         """Lets another thread read if this call was running at the look before. Returns False if there are none."""
         with self._lock:
-            if self._running and self._running == self._seen:
+            if self._running and self._running == self._seen and self._pass_on():
                 self._running, self._eager = 0, EAGER_CALLS
-                self._pass_on()
             self._idle = self._idle + 1 if self._number == self._seen else 0
             self._seen = self._number
             if self._idle < IDLE_LOOKS:

@@ -49,9 +49,6 @@ class Server:
         self.shard = Shard(mine, settings, parameters_to_vector(model.trainable(self.module)).detach())
         model.release(self.module)  # the lead evaluates with it
         self.shard.before = Share(context, "model", self.shard.rows, self.shard.prepare).before
-        # the thread that answers a call also sends the answer: one for each trainer that may join, if another one does
-        # not read; a thread starts when all others are busy
-        self._answering = ThreadPoolExecutor(settings.max_trainers + MAX_EXCHANGES * len(mine))
 
     # ---- called by trainers
 
@@ -130,7 +127,8 @@ class Server:
             seconds += timer.seconds
             self.publish(order.version)
             for call, answer in self.shard.answers(part, order.answered, assignments):
-                self._answering.submit(_answer, call, answer)
+                if call.set_running_or_notify_cancel():  # its caller is there
+                    call.set_result(answer)
         self.context.metrics.ps_update_seconds.observe(seconds)
         if order.weights:  # without, the version is unchanged
             self.context.report_step(order.version)
@@ -152,9 +150,3 @@ class Server:
         self.shard.drop(trainer)
         if self.server_model:
             self.server_model.drop(trainer)
-
-
-def _answer(call: Future[PartAnswer], answer: PartAnswer) -> None:
-    """Answers a call, unless its caller is gone."""
-    if call.set_running_or_notify_cancel():
-        call.set_result(answer)

@@ -35,3 +35,6 @@ def lead(context: Context[Pi]) -> dict[str, float]:  # rank 0
 
 ROLES = [Role("lead", lead), Role("sampler", Sampler, count="samplers", minimum=1)]
 JOB = Job(ROLES, settings=Pi, score="pi", unit="points")
+
+if __name__ == "__main__":
+    JOB.main()  # `python examples/pi.py --samplers 4`

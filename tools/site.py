@@ -32,6 +32,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]+)?(?=\))")
 NAMES = {
     "A job": ("Job", "Role", "Settings", "remote", "PerRank", "FromUser", "Seconds", "Metric"),
     "In a role": ("Context", "Peer", "Future", "Queue"),
+    "From Python": ("run", "start", "Run"),
     "State": ("Share", "LoggedShare", "Sharded", "Rows"),
     "Models and programs": ("Exported", "Program"),
     "Errors": (

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rolecall.errors import CallTimeoutError, Drained, PeerLostError, ProgramError, RemoteError, UsageError
     from rolecall.export.exported import Exported
     from rolecall.fields import FromUser, PerRank
+    from rolecall.launch.run import Run, run, start
     from rolecall.telemetry import Metric
     from rolecall.torch_rpc.program import Program
     from rolecall.wire.future import Future
@@ -45,6 +46,7 @@ __all__ = [
     "RemoteError",
     "Role",
     "Rows",
+    "Run",
     "Seconds",
     "Settings",
     "Sharded",
@@ -52,6 +54,8 @@ __all__ = [
     "UsageError",
     "__version__",
     "remote",
+    "run",
+    "start",
 ]
 
 _MODULES = {
@@ -68,6 +72,7 @@ _MODULES = {
     "errors": ("CallTimeoutError", "Drained", "PeerLostError", "ProgramError", "RemoteError", "UsageError"),
     "export.exported": ("Exported",),
     "fields": ("FromUser", "PerRank"),
+    "launch.run": ("Run", "run", "start"),
     "telemetry": ("Metric",),
     "torch_rpc.program": ("Program",),
     "wire.future": ("Future",),

@@ -19,6 +19,7 @@ try:
     from rolecall import config, fields, machine, manifests, new, secret, telemetry
     from rolecall.config import Settings
     from rolecall.declare import describe, flags, loader, registry, sources
+    from rolecall.declare.spec import Job
     from rolecall.errors import CRASHED, USAGE, RankError, UsageError
 except KeyboardInterrupt:  # they take a moment
     raise SystemExit(130) from None
@@ -104,6 +105,22 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def main_of(job: Job) -> int:  # noqa: RET503 the last call does not return
+    """Runs `job` with the flags of this process, as `main` does. Unless ranks are threads of it, a process of the
+    command takes its place: this one has imported the job, and the zygote begins without."""
+    words = sys.argv[1:]
+    try:
+        words = ["run", registry.target_of(job), *words]
+        if flags.take_host_options(_split(words[2:])[0])[0].in_process:
+            return main(words)
+    except UsageError as error:
+        print(f"rolecall: {error}", file=sys.stderr, flush=True)
+        return USAGE
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "rolecall", *words])
 
 
 def _open_standard_streams() -> None:
@@ -232,11 +249,14 @@ def _run_rank(arguments: argparse.Namespace) -> int:
 
 
 def _run(target: str, words: Sequence[str]) -> int:
+    from rolecall.rank import descendants
     from rolecall.rank.zygote import Zygote
 
     secret.forbid_core_dumps()
     given, values = _split(words)
     options, given = flags.take_host_options(given)
+    if options.tied:
+        descendants.exit_with(options.tied)
     target, words = registry.program(target, [*given, *values])
     registry.require_target(target)
     if options.hosts and not {"-h", "--help"} & set(given):

@@ -328,6 +328,11 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def python_path() -> list[str]:
+    """PYTHONPATH, Python's own variable: folders."""
+    return [str(Path(each).absolute()) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+
+
 def host_name() -> str:
     """This machine's name, without its domain; the name of a StatefulSet's pod ends with its ordinal."""
     return socket.gethostname().split(".")[0]

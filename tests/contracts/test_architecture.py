@@ -19,7 +19,7 @@ from tools.tables import ROOMS
 ROOT = Path(__file__).resolve().parents[2]
 # the public API is imported by jobs, and by no room below it
 ROOT_IMPORTS = {"errors", "fields", "config", "telemetry", "declare", "checkpoint", "context", "torch_rpc", "wire"}
-ROOT_IMPORTS |= {"export"}
+ROOT_IMPORTS |= {"export", "launch"}
 PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"}
 PURE |= {"msgspec", "operator", "signal", "typing"}
 # what a core may import of this project: its own room, and what declares values

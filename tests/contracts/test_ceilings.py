@@ -13,17 +13,17 @@ ROOMS = {
     "rolecall": 2204,
     "rolecall/checkpoint": 2050,
     "rolecall/context": 2900,
-    "rolecall/declare": 1470,
+    "rolecall/declare": 1520,
     "rolecall/export": 920,
     "rolecall/gang": 2312,
-    "rolecall/inprocess": 947,  # one process for debugging and tests
+    "rolecall/inprocess": 965,  # one process for debugging and tests
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2520,
     "rolecall/jobs/rl": 4260,
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
-    "rolecall/launch": 2566,
+    "rolecall/launch": 3243,
     "rolecall/life": 1088,  # what rank decided before, and its table of states
     "rolecall/links": 710,
     "rolecall/messages": 572,  # the declarations and codecs of six rooms

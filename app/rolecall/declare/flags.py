@@ -52,14 +52,16 @@ class HostOptions:
     roles: tuple[str, ...]
     python: str
     in_process: bool = False  # as threads of one process
+    tied: int = 0  # the process that has started the run, and with which it ends
 
 
 def take_host_options(arguments: Sequence[str]) -> tuple[HostOptions, list[str]]:
     """The options for hosts, and the other arguments. Raises UsageError."""
     takes = argparse.ArgumentParser(prog="rolecall run", add_help=False, allow_abbrev=False)
     _add_host_options(takes)
+    takes.add_argument("--tied", type=int, default=0)
     given, others = takes.parse_known_args(arguments)
-    options = HostOptions(given.hosts or "", tuple(given.role), given.python or "", given.in_process)
+    options = HostOptions(given.hosts or "", tuple(given.role), given.python or "", given.in_process, given.tied)
     if given.in_process and given.hosts:
         raise UsageError("--in-process: runs all ranks in one process; leave --hosts out")
     if given.hosts is not None and not given.hosts.strip():

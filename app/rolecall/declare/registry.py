@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,42 @@ def get(target: str) -> Job:
             f"{where}: has no {name} = Job(...); a program without one runs by `rolecall run FILE --ranks N`"
         )
     return job
+
+
+def holder_of(job: Job) -> tuple[ModuleType, str] | None:
+    """The module that holds `job`, and the name of its variable there; None if no module does. One that others can
+    import comes before `__main__`, and the one with the job's classes first."""
+    theirs = {getattr(role.run, "__module__", "") for role in job.roles}
+    modules = sorted([*sys.modules.items()], key=lambda item: (item[0] == "__main__", item[0] not in theirs))
+    for _, module in modules:
+        names = [name for name, value in [*getattr(module, "__dict__", {}).items()] if value is job]
+        if names and isinstance(module, ModuleType):
+            return module, "JOB" if "JOB" in names else names[0]
+    return None
+
+
+def target_of(job: Job) -> str:
+    """What names `job` for processes of its ranks. Raises UsageError if no file that they could import holds it."""
+    module, name = holder_of(job) or (ModuleType("__main__"), "")
+    suffix = "" if name == "JOB" else f":{name}"
+    full = module.__spec__.name if module.__spec__ else module.__name__
+    file = getattr(module, "__file__", None)
+    if not name or not file or not Path(file).is_file():
+        in_main = name or any(getattr(role.run, "__module__", "") == "__main__" for role in job.roles)
+        where = "a notebook's cell or a prompt" if in_main else "no variable of a module"
+        raise UsageError(
+            f"the job is held by {where}, and ranks are processes that import its file: write that by "
+            "`%%writefile myjob.py`, and name it (`rolecall.start('myjob.py')`); or run it with in_process=True"
+        )
+    if "." not in full:
+        return f"{loader.shown(Path(file).absolute())}{suffix}"
+    package = sys.modules[full.partition(".")[0]]
+    folder = Path(next(iter(package.__path__))).absolute().parent
+    if loader.is_users(file) and folder != Path.cwd() and str(folder) not in config.python_path():
+        raise UsageError(
+            f"{full}: ranks do not find it from here; start Python in {folder}, or set PYTHONPATH={folder}"
+        )
+    return f"{full}{suffix}"
 
 
 def require_target(target: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from rolecall.config import Settings
 from rolecall.declare import loader
@@ -15,6 +17,7 @@ from rolecall.fields import is_secret
 from rolecall.telemetry import SHARED, Metric
 
 Function = Callable[..., Any] | str  # a callable, or its `module:name`, imported where it is needed
+COMMAND = "rolecall.__main__"  # a name: it imports this module
 MOST = 1024  # members of an elastic role without a maximum
 NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")  # of a role or a metric
 NAMES = "a name consists of small letters, digits and _, and begins with a letter"
@@ -125,6 +128,11 @@ class Job:
     def __post_init__(self) -> None:
         for problem in (*self._problems_of_settings(), *self._problems_of_roles(), *self._problems_of_metrics()):
             raise UsageError(problem)
+
+    def main(self) -> NoReturn:
+        """Runs the job as `rolecall run FILE` does, with this process's flags, and ends it with the same exit code: for
+        `if __name__ == "__main__": JOB.main()`."""
+        sys.exit(importlib.import_module(COMMAND).main_of(self))
 
     def _problems_of_settings(self) -> Iterator[str]:
         cls = self.settings

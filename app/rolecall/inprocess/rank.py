@@ -167,6 +167,10 @@ class ThreadSupervisor(Supervisor):
     def _client(self) -> Any:
         return Client(self._shared.coordinator)
 
+    def state(self) -> dict[str, Any]:
+        """What a page shows of the gang; nothing before it coordinates."""
+        return self._site.state() if self._site.coordinator else {}
+
     def leave(self, why: str) -> None:
         """Leaves the job: rank 0's worker writes a checkpoint first."""
         self._context.run(self._leave, why)

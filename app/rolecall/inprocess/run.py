@@ -134,6 +134,20 @@ class InProcessRun:
         gang = self._shared.coordinator.result().gang
         return gang.reason if gang.state in OVER else ""
 
+    @property
+    def members(self) -> list[Key]:
+        """Those whose ranks have not ended."""
+        return [key for key, task in [*self._tasks.items()] if not task.done()]
+
+    def state(self) -> dict[str, Any]:
+        """What a page shows of it now; nothing before rank 0 coordinates. For other threads."""
+        rank0 = next(iter(self._ranks.values()))
+
+        async def state() -> dict[str, Any]:
+            return rank0.state()
+
+        return asyncio.run_coroutine_threadsafe(state(), self._loop).result(STOP_SECONDS)
+
     def _quit(self) -> None:
         self._left_debugger = True
         self._loop.call_soon_threadsafe(self._stopped.set)

@@ -1,5 +1,5 @@
-"""`rolecall run`: all ranks of a job on this machine, or on hosts by ssh, and commands for them; `rolecall launch`: on
-a cluster.
+"""`rolecall run` and `rolecall.start`: all ranks of a job on this machine, or on hosts by ssh, and commands for them;
+`rolecall launch`: on a cluster.
 
 commands.py      `rolecall ps`, `kill` and `scale`: commands for a run, which they reach by its control socket
 control.py       The control socket of `rolecall run`: other commands list its ranks there
@@ -11,9 +11,13 @@ hosted.py        What `rolecall run --hosts` starts on each host, by ssh: runs r
 hosts.py         `rolecall run --hosts`: which rank runs on which host, and what all of them are given
 in_process.py    `rolecall run --in-process`: all ranks as threads of its own process
 local.py         All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`
+notebook.py      A run in a notebook: its state below the cell, until the run is over
 on_hosts.py      `rolecall run --hosts`: starts the hosts, and meanwhile describes the job here
 output.py        What `rolecall run` prints, by a thread of its own: a terminal that is slow
+process_run.py   `rolecall.start`: a run whose ranks are processes, held by a process of `rolecall run`
 rank_process.py  A rank of `rolecall run`: its process, which is restarted when it crashes, and its log
+run.py           `rolecall.run` and `rolecall.start`: a job is run from Python
 slurm.py         `rolecall launch slurm JOB`: writes the batch script of a job and submits it
 ssh.py           OpenSSH's client: the commands, and what its errors mean
+thread_run.py    `rolecall.start`: a run whose ranks are threads of this process
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rolecall import telemetry
 from rolecall.config import Settings
@@ -16,16 +16,16 @@ from rolecall.launch.output import Tracebacks
 
 
 class Lines:
-    """Standard output, for the log: each traceback once, though several ranks log it."""
+    """Takes the log, and gives `show` each line: a traceback once, though several ranks log it."""
 
-    def __init__(self) -> None:
-        self._tracebacks = Tracebacks("", set())
+    def __init__(self, show: Callable[[str], None] = print) -> None:
+        self._tracebacks, self._show = Tracebacks("", set()), show
 
     def write(self, text: str) -> None:
         """Writes whole lines."""
         shown = [each for line in text.splitlines() for each in self._tracebacks.show(line)]
-        lines = [line.removeprefix(": ") for line in [*shown, *self._tracebacks.end()]]
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        for line in [*shown, *self._tracebacks.end()]:
+            self._show(line.removeprefix(": "))
 
     def flush(self) -> None:
         """Has it written."""

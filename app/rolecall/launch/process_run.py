@@ -1,0 +1,191 @@
+"""A run whose ranks are processes, as `rolecall.start` holds it: a process of `rolecall run`, and its control socket.
+
+That process has what one process has once: the zygote, the variables and sources that ranks inherit, the handlers of
+signals. So runs of several jobs take nothing from each other, nor from the program that starts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rolecall import config
+from rolecall.declare import registry
+from rolecall.errors import (
+    FAILED,
+    UNSAVED,
+    USAGE,
+    Drained,
+    ProgramError,
+    RankError,
+    RemoteError,
+    RemoteTraceback,
+    UsageError,
+)
+from rolecall.launch import control
+from rolecall.launch.output import TRACEBACK
+from rolecall.launch.rank_process import INTERRUPTED
+from rolecall.messages.control import KillRank, ListedRank, ListRanks, ScaleRole
+from rolecall.observe import targets
+from rolecall.record import rundir
+
+STOP_SECONDS = 20.0  # for the process to end its ranks, and itself; it waits for less
+LAST_OUTPUT_SECONDS = 2.0  # for the rest of what it has written
+POLL_SECONDS = 0.02
+REMOTE = "rolecall.RemoteError: "
+SAYS = "rolecall: "  # begins a line of its own
+NO_REASON = ("this run as a page: ", "failed (", "stopping: ")
+
+
+def directory_of(name: str) -> Path:
+    """The directory of a run of the job `name` that begins now."""
+    base = rundir.of_run(name)
+    number = 1
+    directory = base
+    while True:
+        try:
+            directory.mkdir(parents=True)
+            return directory
+        except FileExistsError:  # of a run that began in this second
+            number += 1
+            directory = base.with_name(f"{base.name}-{number}")
+        except OSError as error:
+            raise UsageError(f"{directory}: cannot be written ({error.strerror}); set checkpoint_dir") from error
+
+
+class ProcessRun:
+    """Starts `rolecall run TARGET` with `flags` and `variables`, which end with this process. `show` is given each line
+    that it writes. Raises UsageError for a directory that cannot be written."""
+
+    def __init__(
+        self, target: str, flags: Sequence[str], variables: Mapping[str, str], show: Callable[[str], None]
+    ) -> None:
+        given = variables.get("CHECKPOINT_DIR") or config.exported("CHECKPOINT_DIR")
+        self.directory = Path(given) if given else directory_of(registry.name_of(target))
+        self._disposable, self._show = not given, show
+        self._reasons = list[str]()
+        command = [sys.executable, "-P", "-m", "rolecall", "run", target, "--tied", str(os.getpid()), *flags]
+        environment = config.child_environment(**{**variables, "CHECKPOINT_DIR": str(self.directory)})
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for this process
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+
+    @property
+    def up(self) -> bool:
+        """Whether it takes commands."""
+        run = targets.run_in(self.directory)
+        return run is not None and run.pid == self._process.pid
+
+    @property
+    def page(self) -> str:
+        """Where rank 0 serves the page; empty if it does not."""
+        run = targets.run_in(self.directory)
+        return run.ranks[0].url.removesuffix("metrics") if run and run.pid == self._process.pid else ""
+
+    def ranks(self) -> list[ListedRank]:
+        """Those that there are now."""
+        return [*control.ask(str(self.directory), ListRanks()).ranks] if self.up else []
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: rank 0 has the state that its page shows."""
+        return {}
+
+    def kill(self, member: str) -> None:
+        """Kills all processes of a member. Raises UsageError."""
+        rank = next((rank for rank in self.ranks() if rank.name == member), None)
+        if rank is None:
+            raise UsageError(f"{member}: no such member; there are {', '.join(rank.name for rank in self.ranks())}")
+        control.ask(str(self.directory), KillRank(rank.role, rank.ordinal, ""))
+
+    def scale(self, role: str, count: int) -> None:
+        """Changes how many ranks a role has. Raises UsageError."""
+        control.ask(str(self.directory), ScaleRole(role, count))
+
+    def drain(self) -> None:
+        """Has the job write a checkpoint, and end; does not wait."""
+        self._process.send_signal(signal.SIGINT)  # before it handles signals, too, this one ends it in order
+
+    def stop(self) -> None:
+        """Ends it at once; waits for some seconds at most."""
+        self.drain()
+        end = time.monotonic() + STOP_SECONDS
+        while self._process.poll() is None and time.monotonic() < end:
+            if self.up:
+                self._process.send_signal(signal.SIGTERM)  # the second signal
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(POLL_SECONDS)
+        self._process.kill()
+
+    def run(self) -> dict[str, Any]:
+        """Waits until it is over. Returns the result; raises Drained, UsageError, ProgramError and RankError."""
+        reader = threading.Thread(target=self._read, daemon=True)
+        reader.start()
+        code = self._process.wait()
+        reader.join(LAST_OUTPUT_SECONDS)
+        if code == USAGE and self._disposable:
+            self._dispose()
+        summary = self._summary()
+        if code == 0 or (code == INTERRUPTED and summary.get("state") == "finished"):
+            return dict(summary.get("result", {}))
+        if code == INTERRUPTED:
+            raise Drained(rundir.newest_step(self.directory) if self.directory.is_dir() else 0)
+        reason = next(iter(self._reasons), f"ended with exit code {code}; its logs are in {self.directory}")
+        if code == USAGE:
+            raise UsageError(reason)
+        if code == FAILED:
+            failed = rundir.read_failed(self.directory)
+            raise program_error(failed.reason if failed else str(summary.get("reason") or reason))
+        if code == UNSAVED:
+            raise RankError(f"the job has finished, and its result is not saved; see the logs in {self.directory}")
+        raise RankError(reason)
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        with self._process.stdout as lines:
+            for line in lines:
+                text = line.rstrip("\n")
+                if text.startswith(SAYS) and not text.removeprefix(SAYS).startswith(NO_REASON):
+                    self._reasons.append(text.removeprefix(SAYS))
+                    if not self.up:
+                        continue  # an error has it
+                self._show(text)
+
+    def _summary(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError):
+            return rundir.read_summary(self.directory) or {}
+        return {}
+
+    def _dispose(self) -> None:
+        """Removes the directory of a run that was refused, if it is empty but for its logs."""
+        if not rundir.saved(self.directory) and not (self.directory / rundir.HISTORY).exists():
+            shutil.rmtree(self.directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # there are other runs
+                self.directory.parent.rmdir()
+
+
+def program_error(reason: str) -> ProgramError:
+    """What a job failed of, chained to the traceback of another process if `reason` has one."""
+    member, divider, rest = reason.strip().partition(f": {TRACEBACK}")
+    last = reason.strip().rpartition("\n")[2]
+    error = ProgramError(last)
+    if divider:
+        remote = RemoteError(last.removeprefix(REMOTE) if last.startswith(REMOTE) else f"{member} raised {last}")
+        remote.__cause__ = RemoteTraceback(f"{TRACEBACK}{rest}")
+        error.__cause__ = remote
+    return error

@@ -1,0 +1,194 @@
+"""`rolecall.run` and `rolecall.start`: a job is run from Python, by ranks of either kind; `JOB.main()`; notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import rolecall
+from rolecall import Context, Drained, Job, ProgramError, RemoteError, Role, UsageError
+from rolecall.declare import registry
+from tests.inprocess import jobs
+from tests.inprocess.jobs import Worker, Workers
+
+DEADLINE = 120.0  # seconds; a fail-safe
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"worker": 3}, r"^worker=: .* \(did you mean workers\?\)$"),
+    ({"workers": "many"}, r"^wrong settings: WORKERS='many'"),
+    ({"workers": 0}, r"^wrong settings: WORKERS=0"),
+    ({"role": "lead"}, r"^role=: "),
+]
+
+
+def lead(context: Context[Workers]) -> dict[str, Any]:
+    state = context.restore({"total": 0})
+    for _ in context.steps(10**6 if context.settings.workers == 3 else 2):
+        state["total"] += sum(context.call_all(Worker.double, 1))
+        context.log(score=state["total"])
+        if context.settings.workers == 4:
+            next(iter(context.call_each(Worker.fail)))[1].result()
+    return {"total": state["total"]}
+
+
+JOB = jobs.job(lead)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # ranks find this module
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize(("settings", "problem"), SETTINGS)
+def test_wrong_settings_are_refused_before_anything_starts(
+    settings: dict[str, Any], problem: str, in_process: bool
+) -> None:
+    with pytest.raises(UsageError, match=problem):
+        rolecall.start(JOB, in_process=in_process, **settings)
+    assert not [*Path.cwd().iterdir()]
+
+
+def test_result_and_failure_in_one_process() -> None:
+    assert rolecall.run(JOB, in_process=True)["total"] == 8
+    assert rolecall.run(Job(JOB.roles, settings=Workers), in_process=True)["total"] == 8  # which no variable holds
+    with pytest.raises(ProgramError, match="no such luck") as raised:
+        rolecall.run(JOB, in_process=True, workers=4)
+    assert isinstance(raised.value.__cause__, RemoteError)
+    assert len([*Path("runs").iterdir()]) == 3  # a directory each
+
+
+def test_a_run_in_one_process() -> None:
+    with rolecall.start(JOB, in_process=True, workers=3, checkpoint_dir=Path("kept")) as run:
+        points = (row["value"] for row in run.history if row.get("name") == "score")
+        assert next(points) == 6.0
+        run.scale("worker", 4)
+        run.kill("worker_1")
+        with pytest.raises(UsageError, match=r"^nobody_0"):
+            run.kill("nobody_0")
+        assert [rank.name for rank in run.ranks][:2] == ["lead_0", "worker_0"]
+        with pytest.raises(TimeoutError):
+            run.wait(0.01)
+        assert run.status == "running"
+        run.drain()
+        assert run.wait(DEADLINE) == "drained"
+        with pytest.raises(Drained) as drained:
+            _ = run.result
+        assert drained.value.step > 0
+        assert next(points) > 6.0
+    assert (run.ranks, run.page, run.directory) == ([], "kept/page.html", Path("kept"))
+    with rolecall.start(JOB, in_process=True, workers=3) as run:
+        pass  # the block's end stops it
+    assert run.status == "drained"
+
+
+def test_ctrl_c_drains() -> None:
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(Drained):
+        rolecall.run(JOB, in_process=True, workers=3)
+
+
+def test_runs_at_once_whose_ranks_are_processes() -> None:
+    """In an event loop; one finishes, one fails, one is stopped."""
+
+    async def play() -> None:
+        with (
+            rolecall.start(JOB, log_level="error") as finished,
+            rolecall.start(JOB, workers=4, max_failures=1) as failed,
+            rolecall.start(JOB, workers=3) as stopped,
+        ):
+            assert (await finished)["total"] == 8
+            with pytest.raises(ProgramError, match="no such luck") as raised:
+                await failed
+            remote = raised.value.__cause__
+            assert isinstance(remote, RemoteError)
+            assert "in fail" in str(remote.__cause__)
+            history = iter(stopped.history)
+            await asyncio.to_thread(next, history)
+            assert stopped.page.startswith("http://127.0.0.1:")
+            stopped.kill(rolecall.Peer("worker", 1, 2))
+            stopped.scale("worker", 4)
+            assert {rank.name for rank in stopped.ranks} == {"lead_0", *(f"worker_{number}" for number in range(4))}
+        assert (finished.status, failed.status, stopped.status) == ("finished", "failed", "drained")
+        assert len({run.directory for run in (finished, failed, stopped)}) == 3
+
+    asyncio.run(asyncio.wait_for(play(), DEADLINE))
+    assert not psutil.Process().children(recursive=True)
+
+
+# ---- what names a job
+
+
+def test_a_job_is_named_by_the_module_that_holds_it() -> None:
+    assert registry.target_of(JOB) == f"{__name__}"
+    assert registry.target_of(registry.get("rl")) == "rolecall.jobs.rl"
+    with pytest.raises(UsageError, match="%%writefile"):
+        registry.target_of(Job([Role("lead", lead)], settings=Workers))
+
+
+@pytest.mark.parametrize("arguments", [["../job_here.py"], ["-m", "package.job_here"]])
+def test_main(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another folder, or as a module: exit codes, flags, and roles of `__main__`."""
+    for folder in (tmp_path, tmp_path / "package"):
+        folder.mkdir(exist_ok=True)
+        (folder / "job_here.py").write_text((Path(__file__).parents[2] / "examples" / "pi.py").read_text())
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "other").mkdir()
+    folder = tmp_path / "other" if arguments[0] != "-m" else tmp_path
+    done = subprocess.run(
+        [sys.executable, *arguments, "--rounds", "2", "--points", "10", "--checkpoint-dir", "kept", "--plain"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "kept" / "summary.json").exists()
+
+
+# ---- notebooks
+
+
+CELLS = """import rolecall
+from pi import JOB
+run = rolecall.start(JOB, rounds=3, points=10)
+===
+assert run.wait(120) == "finished", run.result
+run.result["pi"]
+===
+rolecall.run(JOB, rounds=3, points=10, in_process=True)["saved"]
+===
+HERE = rolecall.Job(JOB.roles, settings=JOB.settings)
+try:
+    rolecall.start(HERE)
+except rolecall.UsageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("nbclient"), reason="needs nbclient and ipykernel")
+def test_a_notebook(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    (tmp_path / "pi.py").write_text((Path(__file__).parents[2] / "examples" / "pi.py").read_text())
+    cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS.split("===\n")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=int(DEADLINE), resources={"metadata": {"path": str(tmp_path)}}).execute()
+    (shown,) = [each for each in notebook.cells[0].outputs if each.output_type == "display_data"]
+    html = shown["data"]["text/html"]
+    assert "lead_0" in html
+    assert "sampler_1" in html
+    assert "finished" in html
+    assert notebook.cells[1].outputs[-1]["data"]["text/plain"] == "3.2"
+    assert "%%writefile" in notebook.cells[3].outputs[-1]["text"]

@@ -13,7 +13,7 @@ ROOMS = {
     "rolecall": 2204,
     "rolecall/checkpoint": 2050,
     "rolecall/context": 2900,
-    "rolecall/declare": 1520,
+    "rolecall/declare": 1530,  # what names a Job
     "rolecall/export": 920,
     "rolecall/gang": 2312,
     "rolecall/inprocess": 965,  # one process for debugging and tests
@@ -23,7 +23,7 @@ ROOMS = {
     "rolecall/jobs/rl": 4260,
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
-    "rolecall/launch": 3243,
+    "rolecall/launch": 3256,  # rolecall.run and rolecall.start: a run from Python
     "rolecall/life": 1088,  # what rank decided before, and its table of states
     "rolecall/links": 710,
     "rolecall/messages": 572,  # the declarations and codecs of six rooms

@@ -60,7 +60,14 @@ class Cell:
             threading.Thread(target=asyncio.run, args=(self._update(handle),), daemon=True).start()
 
     def _repr_html_(self) -> str:
-        console = Console(record=True, width=WIDTH, file=io.StringIO(), color_system="truecolor", force_terminal=True)
+        console = Console(
+            record=True,
+            width=WIDTH,
+            file=io.StringIO(),
+            color_system="truecolor",
+            force_terminal=True,
+            force_jupyter=False,
+        )
         console.print(self._display.render(WIDTH))
         return (
             f"{console.export_html(inline_styles=True, code_format=FORMAT)}<code>{html.escape(repr(self._run))}</code>"
@@ -77,6 +84,8 @@ class Cell:
                 following = asyncio.create_task(self._display.follow_forever(Target("", address.rstrip("/"))))
             if state := self._state():
                 self._display.state, self._display.problem = state, ""
+            if is_last:
+                self._display.problem = ""  # its last state is right
             handle.update(self)
             if is_last:
                 break

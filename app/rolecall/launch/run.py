@@ -23,7 +23,7 @@ from pydantic_core import to_jsonable_python
 
 from rolecall import config
 from rolecall.config import Settings
-from rolecall.declare import flags, preflight, registry
+from rolecall.declare import flags, loader, preflight, registry
 from rolecall.declare.spec import Job
 from rolecall.errors import Drained, UsageError
 from rolecall.launch import notebook
@@ -203,6 +203,7 @@ def start(job: Job | str | os.PathLike[str], *, in_process: bool = False, **sett
     Returns at once; for a path or a module, once another process has imported it. Raises UsageError for wrong settings,
     and for a job that ranks would not find, before anything starts.
     """
+    loader.require_imported()
     display = Display()
     show = display.lines.append if notebook.is_here() else _print
     if in_process:

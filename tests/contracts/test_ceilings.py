@@ -13,7 +13,7 @@ ROOMS = {
     "rolecall": 2240,
     "rolecall/checkpoint": 2390,  # what members keep
     "rolecall/context": 3390,  # maps, first answers, what members keep
-    "rolecall/declare": 1550,
+    "rolecall/declare": 1560,
     "rolecall/export": 920,
     "rolecall/gang": 2320,
     "rolecall/inprocess": 970,  # one process for debugging and tests

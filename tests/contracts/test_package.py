@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,6 +230,33 @@ def test_the_readmes_program_runs_without_the_repository(installed: Installed, t
     out = installed.run(tmp_path, "rolecall", "run", "pi.py", "--plain", "--rounds", "3", "--points", "1000")
     assert "pi" in out
     assert installed.opened == []
+
+
+@pytest.mark.skipif(not shutil.which("uv"), reason="needs uv")
+def test_uv_runs_what_rolecall_new_writes(
+    installed: Installed, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """By its header, in an empty folder. The wheel names no dependencies, which are links here."""
+    (wheel,) = made_once(tmp_path_factory, "dist", lambda folder: None).glob("*.whl")
+    with zipfile.ZipFile(wheel) as full, zipfile.ZipFile(tmp_path / wheel.name, "w") as bare:
+        for name in full.namelist():
+            content = full.read(name)
+            if name.endswith("/METADATA"):
+                content = re.sub(rb"Requires-Dist:.*\n", b"", content)
+            if name.endswith("/RECORD"):
+                content = re.sub(rb"(?m)(/METADATA),.*", rb"\1,,", content)
+            bare.writestr(name, content)
+    installed.run(tmp_path, "rolecall", "new", "fresh_job")
+    paths = {"UV_CACHE_DIR": str(tmp_path / "uv"), "PYTHONPATH": str(installed.folder / "dependencies")}
+    options = ("--offline", "--no-index", "--find-links", str(tmp_path), "--python", os.path.realpath(sys.executable))
+    ended = commands.run(
+        ["uv", "run", *options, "fresh_job.py", "--rounds", "3", "--checkpoint-dir", "kept"],
+        cwd=tmp_path / "fresh_job",
+        env={**os.environ, **paths},
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (tmp_path / "fresh_job" / "kept" / "summary.json").exists()
 
 
 def test_the_core_describes_every_job_and_refuses_to_run_those_whose_extra_is_missing(

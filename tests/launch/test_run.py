@@ -103,7 +103,7 @@ def test_runs_at_once_whose_ranks_are_processes() -> None:
 
     async def play() -> None:
         with (
-            rolecall.start(JOB, log_level="error") as finished,
+            rolecall.start(JOB, log_level="error", checkpoint_dir=Path("kept")) as finished,
             rolecall.start(JOB, workers=4, max_failures=1) as failed,
             rolecall.start(JOB, workers=3) as stopped,
         ):
@@ -120,6 +120,7 @@ def test_runs_at_once_whose_ranks_are_processes() -> None:
             stopped.scale("worker", 4)
             assert {rank.name for rank in stopped.ranks} == {"lead_0", *(f"worker_{number}" for number in range(4))}
         assert (finished.status, failed.status, stopped.status) == ("finished", "failed", "drained")
+        assert finished.page == "kept/page.html"
         assert len({run.directory for run in (finished, failed, stopped)}) == 3
 
     asyncio.run(asyncio.wait_for(play(), DEADLINE))
@@ -154,6 +155,14 @@ def test_main(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "kept" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("line", ["rolecall.run(JOB)", "JOB.main()"])
+def test_a_file_that_starts_a_run_when_it_is_imported_is_refused(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "unguarded.py"
+    file.write_text(f"import rolecall\nfrom tests.launch.test_run import JOB\n{line}\n")
+    with pytest.raises(UsageError, match=r"^unguarded.py:3: unguarded.py starts a run"):
+        registry.get(str(file))
 
 
 # ---- notebooks

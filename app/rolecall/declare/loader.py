@@ -30,6 +30,7 @@ if sys.version_info >= (3, 14):  # annotations may name what only type checkers 
     annotations_of = functools.partial(annotationlib.get_annotations, format=annotationlib.Format.FORWARDREF)
 else:
     signature, annotations_of = inspect.signature, inspect.get_annotations
+_importing: list[str] = []  # files and modules
 
 
 def is_file(target: str) -> bool:
@@ -62,10 +63,20 @@ def load(place: str) -> ModuleType:
     if is_file(place):
         return load_file(file_of(place))
     sources.taken()  # it is found there
+    _importing.append(place)
     try:
         return importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise UsageError(explain(error, f"{place} cannot be imported")) from error
+    finally:
+        _importing.pop()
+
+
+def require_imported() -> None:
+    """Raises UsageError while a job's file is imported, which then starts a run: each of its ranks would."""
+    if _importing:
+        problem = "starts a run when it is imported, as every rank does that"
+        raise UsageError(f'{_importing[-1]} {problem}; put it below `if __name__ == "__main__":`')
 
 
 def load_file(path: Path) -> ModuleType:
@@ -86,11 +97,14 @@ def load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UsageError(f"{path.name}: is no Python file")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    _importing.append(path.name)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UsageError(explain(error, f"{path.name} cannot be imported")) from error
+    finally:
+        _importing.pop()
     return module
 
 

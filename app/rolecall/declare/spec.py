@@ -134,6 +134,7 @@ class Job:
     def main(self) -> NoReturn:
         """Runs the job as `rolecall run FILE` does, with this process's flags, and ends it with the same exit code: for
         `if __name__ == "__main__": JOB.main()`."""
+        loader.require_imported()
         sys.exit(importlib.import_module(COMMAND).main_of(self))
 
     def _problems_of_settings(self) -> Iterator[str]:

@@ -74,7 +74,8 @@ class ProcessRun:
         self._disposable, self._show = not given, show
         self._reasons = list[str]()
         command = [sys.executable, "-P", "-m", "rolecall", "run", target, "--tied", str(os.getpid()), *flags]
-        environment = config.child_environment(**{**variables, "CHECKPOINT_DIR": str(self.directory)})
+        passed = {config.SOURCES: "", config.DESCRIPTION: ""}  # to a rank, which this may be; they are of its job
+        environment = config.child_environment(**{**variables, **passed, "CHECKPOINT_DIR": str(self.directory)})
         self._process = subprocess.Popen(
             command,
             env=environment,

@@ -23,7 +23,7 @@ from pydantic_core import to_jsonable_python
 
 from rolecall import config
 from rolecall.config import Settings
-from rolecall.declare import flags, preflight, registry
+from rolecall.declare import flags, loader, preflight, registry
 from rolecall.declare.spec import Job
 from rolecall.errors import Drained, UsageError
 from rolecall.launch import notebook
@@ -203,6 +203,7 @@ def start(job: Job | str | os.PathLike[str], *, in_process: bool = False, **sett
     Returns at once; for a path or a module, once another process has imported it. Raises UsageError for wrong settings,
     and for a job that ranks would not find, before anything starts.
     """
+    loader.require_imported()
     display = Display()
     show = display.lines.append if notebook.is_here() else _print
     if in_process:
@@ -254,7 +255,7 @@ def _checked(job: Job, settings: dict[str, Any]) -> Settings:
 
 
 def _given(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """`settings` as flags, and those that have none, lists and tables, as variables."""
+    """`settings` as flags, and as variables the directory, and those that have no flag: lists, tables and secrets."""
     words, variables = list[str](), dict[str, str]()
     for name, value in settings.items():
         plain = to_jsonable_python(value, fallback=str)
@@ -262,6 +263,8 @@ def _given(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
             variables[name.upper()] = msgspec.json.encode(plain).decode()
         elif hasattr(value, "get_secret_value"):
             variables[name.upper()] = value.get_secret_value()
+        elif name == "checkpoint_dir":
+            variables["CHECKPOINT_DIR"] = str(plain)
         elif plain is not None:
             words.append(f"--{name.replace('_', '-')}={int(plain) if isinstance(plain, bool) else plain}")
     return words, variables

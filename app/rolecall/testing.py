@@ -9,8 +9,6 @@ import contextlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -92,21 +90,21 @@ class RunJob:
         kills: Mapping[str, int] | None = None,
         **settings: Any,
     ) -> FinishedRun:
-        """Runs `job` with `settings` to its end: a `Job`, or FILE.py, a module or a built-in job's name. `in_process`
-        has its ranks be threads of this process; otherwise they are processes, and `job` is no `Job`.
+        """Runs `job` with `settings` to its end: a `Job`, or FILE.py, a module or a built-in job's name. Its ranks are
+        threads of this process if `in_process`, and otherwise processes.
 
-        `kills` names members and the step of rank 0 after which the worker of each is killed, as by a crash:
-        `{"worker_1": 3}`. Without `checkpoint_dir` the run has a new one. Raises what the job raises as ProgramError,
-        UsageError for bad input, and RankError for another end; fails the test if a member was not killed, or if a
-        thread, a process or a temporary file of the run is left.
+        `kills` names members and the step of rank 0 after which each is killed, as by a crash: `{"worker_1": 3}`.
+        Without `checkpoint_dir` the run has a new one. Raises what the job raises as ProgramError, UsageError for bad
+        input, RankError for another end, and TimeoutError for processes after RUN_SECONDS; fails the test if a member
+        was not killed, or if a thread, a process or a temporary file of the run is left.
         """
         self._count += 1
         settings = {"checkpoint_dir": self._folder / f"run-{self._count}", **settings}
         todo, directory = Kills(kills or {}), Path(settings["checkpoint_dir"])
-        with _nothing_left() as temporary:
-            summary = _run_here(job, settings, todo) if in_process else _run_ranks(str(job), settings, todo, temporary)
+        with _nothing_left():
+            (_run_here if in_process else _run_ranks)(job, settings, todo)
         todo.require_done()
-        return FinishedRun(directory, summary, tuple(todo.done))
+        return FinishedRun(directory, json.loads((directory / "summary.json").read_text()), tuple(todo.done))
 
 
 @pytest.fixture
@@ -118,7 +116,7 @@ def run_job(tmp_path: Path) -> RunJob:
 # ---- the run
 
 
-def _run_here(job: Job | str | Path, settings: dict[str, Any], kills: Kills) -> dict[str, Any]:
+def _run_here(job: Job | str | Path, settings: dict[str, Any], kills: Kills) -> None:
     from rolecall import config
     from rolecall.declare import registry
     from rolecall.inprocess.run import run_in_process
@@ -129,53 +127,21 @@ def _run_here(job: Job | str | Path, settings: dict[str, Any], kills: Kills) -> 
         kills.kill, run.stepped = run.kill, kills.stepped
 
     name = Path(str(job)).stem if isinstance(job, str | Path) else "job"
-    return run_in_process(declared, config.load(declared.settings, **settings), name, started)
+    run_in_process(declared, config.load(declared.settings, **settings), name, started)
 
 
-def _run_ranks(job: str, settings: dict[str, Any], kills: Kills, temporary: Path) -> dict[str, Any]:
-    from rolecall import config
-    from rolecall.errors import FAILED, USAGE, ProgramError, RankError, UsageError
-    from rolecall.launch import commands, control
-    from rolecall.messages.control import KillRank
-    from rolecall.observe import targets
-    from rolecall.record import rundir
+def _run_ranks(job: Job | str | Path, settings: dict[str, Any], kills: Kills) -> None:
+    from rolecall.launch.run import start
 
-    directory = Path(settings["checkpoint_dir"])
-    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-P", "-m", "rolecall", "run", job, "--plain", *flags]
-
-    def kill(member: str) -> None:
-        rank = commands.find(str(directory), member)
-        control.ask(str(directory), KillRank(rank.role, rank.ordinal, "worker"))
-
-    kills.kill, end = kill, time.monotonic() + RUN_SECONDS
-    with tempfile.TemporaryFile("w+", dir=directory.parent) as log:
-        environment = config.child_environment(TMPDIR=str(temporary))
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            while process.poll() is None and time.monotonic() < end:
-                if (run := targets.run_in(directory)) is not None:
-                    kills.stepped(_step_at(run.ranks[0].url))
-                time.sleep(LOOK_SECONDS)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(END_SECONDS)
-                process.kill()
-            code = process.wait()
-        log.seek(0)
-        output = log.read()
-    print(output)  # pytest shows it if the test fails
-    lines = [line for line in output.splitlines() if line.startswith("rolecall: ")]
-    if code == USAGE:
-        raise UsageError(lines[0].removeprefix("rolecall: ") if lines else output)
-    if code == FAILED:
-        raise ProgramError(output)
-    summary = rundir.read_summary(directory)
-    if code or summary is None:
-        raise RankError(f"{job}: ended with exit code {code}, within {RUN_SECONDS:g} s:\n{output}")
-    return summary
+    end = time.monotonic() + RUN_SECONDS
+    with start(job, **settings) as run:
+        kills.kill = run.kill
+        while run.status in ("starting", "running") and time.monotonic() < end:
+            if page := run.page:
+                kills.stepped(_step_at(f"{page}metrics"))
+            time.sleep(LOOK_SECONDS)
+        run.wait(max(0.0, end - time.monotonic()))
+        _ = run.result
 
 
 def _step_at(url: str) -> int:
@@ -190,14 +156,15 @@ def _step_at(url: str) -> int:
 
 
 @contextlib.contextmanager
-def _nothing_left() -> Iterator[Path]:
-    """Fails if a thread, a process, or a file in the folder for temporary files that it yields outlasts the block."""
+def _nothing_left() -> Iterator[None]:
+    """Fails if a thread, a process or a temporary file that the block makes outlasts it."""
     before = {*threading.enumerate()}, {child.pid for child in psutil.Process().children(recursive=True)}
     temporary = Path(tempfile.mkdtemp(prefix="rolecall-test-"))
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tempfile, "tempdir", str(temporary))
-            yield temporary
+            patch.setenv("TMPDIR", str(temporary))  # for processes
+            yield
         end = time.monotonic() + END_SECONDS
         while (left := _left(temporary, *before)) and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)

@@ -68,7 +68,7 @@ class Kept(dict[str, Any]):
 
     def _take(self, seconds: float | None) -> None:
         """With `_turn` held: this thread may change the state. Raises TimeoutError if another one does so for
-        `seconds`."""
+        `seconds`; None: as long as it does, within the deadline of the call."""
         me = threading.get_ident()
         if not self._turn.wait_for(lambda: self._changer in (None, me), seconds):
             raise TimeoutError

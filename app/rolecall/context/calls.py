@@ -397,7 +397,7 @@ class Calls:
             sharing,
             role=role,
             members=lambda: self._members(role),
-            call=lambda peer, args, kwargs: self._send(peer.name, mark, method, args, kwargs),
+            call=lambda peer, args, kwargs: self._send(peer.name, mark, method, args, kwargs, waits=False),
             waits=self._to is None,
         )
 

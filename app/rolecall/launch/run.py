@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-from pydantic_core import to_jsonable_python
+from pydantic import TypeAdapter
 
 from rolecall import config
 from rolecall.config import Settings
@@ -258,7 +258,7 @@ def _given(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     """`settings` as flags, and as variables the directory, and those that have no flag: lists, tables and secrets."""
     words, variables = list[str](), dict[str, str]()
     for name, value in settings.items():
-        plain = to_jsonable_python(value, fallback=str)
+        plain = TypeAdapter(Any).dump_python(value, mode="json", fallback=str)
         if isinstance(plain, list | dict):
             variables[name.upper()] = msgspec.json.encode(plain).decode()
         elif hasattr(value, "get_secret_value"):

@@ -337,6 +337,22 @@ def test_who_joins_again_is_there_once_the_program_has_dealt_with_the_loss(conte
     assert heard == ["lost observer_0: 0 are there", "lost observer_1: 1 are there", "joined observer_0"]
 
 
+def test_who_has_joined_and_is_lost_is_not_there(context: Context) -> None:
+    """An update names the parts of those that joined and are there, and no part of those that are lost."""
+    go = threading.Event()
+    context.on_lost(lambda _: go.wait(10))
+    back, gone = replace(ONE, join=1), Attachment(1, AGENT, (AGENT, ONE, TWO), lost=("observer_0",))
+    context.group.update(Attachment(1, AGENT, (AGENT, back, TWO)))
+    context.group.update(gone)  # before it is there
+    go.set()
+    until(lambda: not context.group.listeners.busy, "both")
+    assert context.peers("observer") == [TWO]
+    context.group.update(Attachment(1, AGENT, (AGENT, replace(ONE, join=2), TWO)))
+    until(lambda: len(context.peers("observer")) == 2, "its return")
+    context.group.update(gone)
+    assert context.peers("observer") == [TWO]
+
+
 def test_required_peers_are_there_or_the_job_drains(tmp_path: Path) -> None:
     context = make(tmp_path, lease_seconds=1)
     context.require_peers("observer")

@@ -209,7 +209,7 @@ class Group:
             known = self._members_of(attachment)
         for peer in attachment.members:
             before = known.get(peer.name, peer)
-            if before.join < peer.join or (before.join == peer.join and peer.name in attachment.lost):
+            if before.join < peer.join or peer.name in attachment.lost:
                 self.lose(before)
         with self._changed:
             if self.listeners.busy:
@@ -231,18 +231,20 @@ class Group:
             joined = [
                 peer for peer in attachment.members if peer.name not in known or known[peer.name].join < peer.join
             ]
-            members = known | {peer.name: peer for peer in joined}
-            self._attachment = replace(self._attachment, members=tuple(members.values()))
+            newest = known | {peer.name: peer for peer in joined}
+            members = tuple(newest[peer.name] for peer in attachment.members)
+            self._attachment = replace(self._attachment, members=members)
             self.lost -= {peer.name for peer in joined}
             self.joins += len(joined)
             transport = self._transport
         for peer in joined:
             if transport is not None:
                 transport.joined(peer)
-        for peer in joined:
+        for peer in members:
             if peer.name in attachment.lost:
-                self.lose(peer)
-            else:
+                self.lose(peer)  # perhaps it has joined since `update` looked
+        for peer in joined:
+            if peer.name not in attachment.lost:
                 for listener in [*self.on_joined]:  # which a map's end removes
                     listener(peer.name)
 

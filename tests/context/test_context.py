@@ -337,6 +337,17 @@ def test_who_joins_again_is_there_once_the_program_has_dealt_with_the_loss(conte
     assert heard == ["lost observer_0: 0 are there", "lost observer_1: 1 are there", "joined observer_0"]
 
 
+def test_who_joins_and_is_lost_while_the_program_deals_with_another_loss_is_lost(context: Context) -> None:
+    go, back = threading.Event(), replace(ONE, join=1)
+    context.on_lost(lambda _: go.wait(10))
+    context.group.lose(ONE)
+    context.group.update(Attachment(1, AGENT, (AGENT, back, TWO)))
+    context.group.update(Attachment(1, AGENT, (AGENT, back, TWO), lost=("observer_0",)))
+    go.set()
+    until(lambda: context.group.losses == 2 and not context.group.listeners.busy, "the second loss")
+    assert (context.members[1], context.peers("observer")) == (back, [TWO])
+
+
 def test_required_peers_are_there_or_the_job_drains(tmp_path: Path) -> None:
     context = make(tmp_path, lease_seconds=1)
     context.require_peers("observer")

@@ -239,10 +239,11 @@ class Group:
         for peer in joined:
             if transport is not None:
                 transport.joined(peer)
-        for peer in joined:
-            if peer.name in attachment.lost:
+        for peer in attachment.members:
+            if peer.name in attachment.lost:  # perhaps since it was seen to join
                 self.lose(peer)
-            else:
+        for peer in joined:
+            if peer.name not in self.lost:
                 for listener in self.on_joined:
                     listener(peer.name)
 

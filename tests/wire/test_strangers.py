@@ -19,6 +19,7 @@ from rolecall.tunnel import keys, places, tickets
 from rolecall.tunnel.client import TunnelClient
 from rolecall.wire import connecting
 from rolecall.wire.connecting import Hello, HelloReply, receive_hello, send_hello
+from rolecall.wire.messages import Deadline
 from tests.ports import free_ports
 from tests.tunnel.test_strangers import OURS, Between, client, member
 from tests.tunnel.tunnel_process import JOB, RANK_0
@@ -107,7 +108,7 @@ def test_only_the_worker_of_the_generation_gives_tickets(ranks: Ranks) -> None:
     old = Worker("worker_0", tunnel=ranks[1], generation=0, seconds=0.5)
     old.dialer.addresses[RANK_0] = connecting.Address(RANK_0, "127.0.0.1", ranks[0].port)
     with pytest.raises(PeerLostError):
-        old.wire.connect(RANK_0)
+        old.wire.connect(RANK_0, Deadline(DEADLINE))
 
 
 def test_a_worker_takes_the_calls_of_its_next_part(ranks: Ranks) -> None:

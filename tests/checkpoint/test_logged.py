@@ -26,12 +26,12 @@ class Logged(Gang):
         self.links, self.hangs, self.call = list[str](), False, self.calls.call
         self.calls.call = self.linked  # type: ignore[method-assign]
 
-    def linked(self, to: str, request: Any, deadline: Any) -> Future[Any]:
+    def linked(self, to: str, request: Any, deadline: Any, **options: Any) -> Future[Any]:
         if request.method != "link":
-            return self.call(to, request, deadline)
+            return self.call(to, request, deadline, **options)
         self.links.append(request.args[2])
         if not self.hangs:
-            return self.call(to, request, deadline)
+            return self.call(to, request, deadline, **options)
         answer: Future[Any] = Future()
         answer.set_exception(CallTimeoutError("link is not done after 60 s"))
         return answer

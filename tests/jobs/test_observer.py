@@ -37,7 +37,7 @@ class Lost:
     def __init__(self, inner: Any, calls: int) -> None:
         self.inner, self.left = inner, calls
 
-    def call(self, *args: Any) -> Future[bytes]:
+    def call(self, *args: Any, **_: Any) -> Future[bytes]:
         self.left -= 1
         if self.left >= 0:
             answer: Future[bytes] = self.inner.call(*args)

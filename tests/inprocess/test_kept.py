@@ -14,7 +14,7 @@ import torch
 
 from rolecall import Context, Job, ProgramError, Role, UsageError, remote
 from rolecall.checkpoint import kept, shardfile
-from rolecall.checkpoint.checkpoint import KEPT, newest_first, read
+from rolecall.checkpoint.checkpoint import KEPT, newest_first, pack, read
 from rolecall.checkpoint.shardfile import Column
 from rolecall.inprocess.run import InProcessRun, run_in_process
 from tests.checkpoint import forged
@@ -185,12 +185,12 @@ def test_a_state_that_takes_long_to_pack_is_in_the_checkpoint(tmp_path: Path, mo
     monkeypatch.setattr(kept, "ORDER_SECONDS", 0.4)
     slow, saved = threading.Event(), list[dict[str, int]]()
 
-    def pack(*args: Any, packs: Any = kept.pack) -> Any:
+    def slow_pack(*args: Any) -> Any:
         if slow.is_set():
             time.sleep(1)
-        return packs(*args)
+        return pack(*args)
 
-    monkeypatch.setattr(kept, "pack", pack)
+    monkeypatch.setattr(kept, "pack", slow_pack)
 
     def lead(context: Any, _: InProcessRun) -> None:
         context.restore({})

@@ -38,8 +38,9 @@ async def serve(context: Context[Serve]) -> None:
     async def replace(_: web.Request) -> web.Response:
         for peer in (peers := context.peers("model")):
             context.replace(peer)
-            while len(context.peers("model")) < len(peers):
-                await asyncio.sleep(0.1)
+            async with asyncio.timeout(60):  # a role that is scaled down meanwhile has fewer for good
+                while len(context.peers("model")) < len(peers):
+                    await asyncio.sleep(0.1)
         return web.Response(text=f"{len(peers)} replaced\n")
 
     async def ready(_: web.Request) -> web.Response:
@@ -49,7 +50,8 @@ async def serve(context: Context[Serve]) -> None:
     app = web.Application()
     app.add_routes([web.post("/predict", predict), web.post("/replace", replace), web.get("/ready", ready)])
     await (runner := web.AppRunner(app, access_log=None, shutdown_timeout=10)).setup()
-    await web.TCPSite(runner, port=context.settings.http_port).start()
+    # this machine only: /replace asks for no password
+    await web.TCPSite(runner, "127.0.0.1", context.settings.http_port).start()
     context.start(0)
     await asyncio.to_thread(context.await_drain)  # Ctrl-C, SIGTERM
     await runner.cleanup()  # no new requests; those under way are answered

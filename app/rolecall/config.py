@@ -138,7 +138,9 @@ class Settings(BaseSettings):
         30.0, description="seconds that the workers of a generation have to connect to each other"
     )
     rpc_timeout: Seconds = Field(
-        10.0, description="seconds within which a peer answers a call, or, if it is asked then, that its method runs"
+        10.0,
+        description="seconds within which a peer answers a call, or, if it is asked then, that its method runs; with "
+        "torch_rpc, the whole of a call of torch's",
     )
     max_message_bytes: int = Field(
         16 * 2**30,
@@ -152,8 +154,8 @@ class Settings(BaseSettings):
     )
     stuck_seconds: Seconds = Field(
         300.0,
-        description="seconds after which a called method is stuck; and a step of rank 0, if it also takes ten times as "
-        "long as recent steps",
+        description="seconds after which a called method is stuck, if above RPC_TIMEOUT; and a step of rank 0, if it "
+        "also takes ten times as long as recent steps",
     )
     drain_timeout: Seconds = Field(
         20.0, description="seconds to finish the step and leave; a phase such as saving has PHASE_TIMEOUT"

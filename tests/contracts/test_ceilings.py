@@ -11,7 +11,7 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 # lines of Python in each folder; a comment says why one was raised
 ROOMS = {
     "rolecall": 2210,
-    "rolecall/checkpoint": 2390,  # what members keep
+    "rolecall/checkpoint": 2413,  # what members keep
     "rolecall/context": 3390,  # maps, first answers, what members keep
     "rolecall/declare": 1560,
     "rolecall/export": 920,

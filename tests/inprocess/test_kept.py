@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import runpy
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from rolecall import Context, Job, ProgramError, Role, UsageError, remote
 from rolecall.checkpoint import kept, shardfile
-from rolecall.checkpoint.checkpoint import KEPT, newest_first, read
+from rolecall.checkpoint.checkpoint import KEPT, newest_first, pack, read
 from rolecall.checkpoint.shardfile import Column
 from rolecall.inprocess.run import InProcessRun, run_in_process
 from tests.checkpoint import forged
@@ -178,6 +179,57 @@ def test_who_is_away_or_changes_keeps_its_state_of_before(tmp_path: Path, monkey
 
     assert {"worker_0": 6, "worker_1": 2}.items() <= run(lead, tmp_path).items()
     assert saved == [{"worker_0": each, "worker_1": 1} for each in (1, 2, 2, 4, 5)]
+
+
+def test_a_state_that_takes_long_to_pack_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "ORDER_SECONDS", 0.4)
+    slow, saved = threading.Event(), list[dict[str, int]]()
+
+    def slow_pack(*args: Any) -> Any:
+        if slow.is_set():
+            time.sleep(1)
+        return pack(*args)
+
+    monkeypatch.setattr(kept, "pack", slow_pack)
+
+    def lead(context: Any, _: InProcessRun) -> None:
+        context.restore({})
+        for _step in context.steps(1):
+            counts(context)
+            slow.set()
+            save(context)
+            slow.clear()
+            saved.append(steps_of(tmp_path))
+
+    run(lead, tmp_path)
+    assert saved == [{"worker_0": 1, "worker_1": 1}]
+
+
+def test_members_whose_disks_hang_do_not_hold_up_checkpoints_and_can_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "WRITE_SECONDS", 0.1)
+    go, begun, parts = threading.Event(), list[int](), kept._KeptShare.parts
+
+    def hang(share: Any, *args: Any) -> Any:
+        go.wait(30)
+        return parts(share, *args)
+
+    monkeypatch.setattr(kept._KeptShare, "parts", hang)
+
+    def lead(context: Any, here: InProcessRun) -> None:
+        context.restore({})
+        for step in context.steps(4):
+            begun.append(counts(context)["worker_0"])
+            if context.generation == 1:
+                save(context)
+                assert steps_of(tmp_path) == {}
+                if step == 3:
+                    go.set()
+                    here.kill("lead_0")
+
+    run(lead, tmp_path)
+    assert begun == [1, 2, 3, 1]
 
 
 def test_a_hurt_state_has_the_checkpoint_before_used(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -23,14 +23,15 @@ from rolecall.checkpoint.checkpoint import KEPT, CheckpointError, Snapshot, pack
 from rolecall.checkpoint.saving import load_state, saved_state
 from rolecall.checkpoint.sharded import Sharded
 from rolecall.checkpoint.shardfile import Column, Shapes, ShardError, ShardFile
-from rolecall.checkpoint.shards import NewFile, Order, Share, Written
+from rolecall.checkpoint.shards import NewFile, Order, Problem, Share, Shares, Written
 from rolecall.declare.remote import remote
 from rolecall.declare.task import Peer
 from rolecall.errors import CallError, RankError, RemoteError, UsageError
 from rolecall.wire.session import serving
 
 CHANGE_SECONDS = 1.0  # that a capture waits for the end of a change
-ORDER_SECONDS = 2.0  # that a checkpoint waits for all members to have captured
+ORDER_SECONDS = 2.0  # that a checkpoint waits for a member to say anything
+WRITE_SECONDS = 60.0  # that it waits for a member that writes nothing
 TRIES = 3  # to read a state: its checkpoint may be deleted meanwhile, after a newer one was written
 
 Place = tuple[str, ShardFile]  # the stem of a checkpoint, and a member's file in it
@@ -173,19 +174,31 @@ class _KeptShare(Share):
     """The share that is what a member keeps. Its files are named by their checkpoints: they are linked into later
     ones."""
 
-    _stem = ""  # of the newest capture
+    _stem = ""  # of the newest capture that rank 0 has asked for: it may have given up earlier ones
     is_saved = False  # a checkpoint may have one of its captures
 
     def captured(self, order: Order) -> Capture:
         """See `Share.captured`."""
         self.is_saved = self.is_saved or self._stem in order.kept
-        self._stem = order.stem
         return super().captured(order)
+
+    def written(self, stem: str) -> Written | Problem | int:
+        """See `Share.written`."""
+        answer = super().written(stem)
+        if isinstance(answer, Written):
+            self._stem = stem
+        return answer
 
     def parts(self, order: Order, capture: Capture) -> Iterator[NewFile]:
         """See `Share.parts`."""
         columns = {name: Column.of(rows) for name, rows in capture.names.items()}
         yield f"{self}.{order.stem}.safetensors", columns, capture.read()
+
+
+def _unanswered(calls: dict[Peer, Future[Any]]) -> dict[Peer, Future[Any]]:
+    """Those of `calls` that have no answer within ORDER_SECONDS."""
+    wait(calls.values(), ORDER_SECONDS)
+    return {peer: call for peer, call in calls.items() if not call.done()}
 
 
 class KeptStates(Sharded):
@@ -212,12 +225,19 @@ class KeptStates(Sharded):
     # ---- a checkpoint
 
     def _each(self, method: Callable[..., Any], *args: Any, timeout: float = -1.0) -> list[tuple[Peer, Any]]:
-        """The answers of those members that give one in time. Raises UsageError if one cannot be saved at all."""
-        calls = [(peer, self.context.internal_calls.call(peer, method, *args)) for peer in self._members]
-        wait([call for _, call in calls], ORDER_SECONDS)
+        """The answers of all members but those that say nothing. Raises UsageError if one cannot be saved at all."""
+        send = self.context.internal_calls.options(timeout=self.settings.phase_timeout).call
+        calls = {peer: send(peer, method, *args) for peer in self._members}
+        late, silent = _unanswered(calls), dict[Peer, Future[Any]]()
+        while late:  # a large state takes long to pack
+            asked = _unanswered({peer: send(peer, Shares.changed, self.name) for peer in late})
+            for call in asked.values():
+                call.cancel()
+            silent |= {peer: late.pop(peer) for peer in asked}
+            late = _unanswered(late)
         answers = list[tuple[Peer, Any]]()
-        for peer, call in calls:
-            if not call.done():
+        for peer, call in calls.items():
+            if peer in silent:
                 call.cancel()
                 self._missing(peer, f"has not answered within {ORDER_SECONDS:g} s")
                 continue
@@ -231,7 +251,7 @@ class KeptStates(Sharded):
 
     def _missing(self, peer: Peer, problem: str) -> None:
         before = "its state of before stays" if peer.name in self._files else "it has none of its state"
-        telemetry.log().info(f"checkpoint: {before}", member=peer.name, problem=problem)
+        telemetry.log().warning(f"checkpoint: {before}", member=peer.name, problem=problem)
 
     def collect(self, step: int) -> Written:
         """The files of `step`: those that members have written, and of the others those of before. Raises
@@ -240,11 +260,15 @@ class KeptStates(Sharded):
             return self._collected[1]
         stem, self._step = self.checkpoints.stem(step), None
         files = dict[str, ShardFile]()
-        for peer in self._captured:
+
+        def collect(peer: Peer) -> None:
             try:
-                (files[peer.name],) = self._collect(stem, peer).files
+                (files[peer.name],) = self._collect(stem, peer, WRITE_SECONDS).files
             except (CallError, CheckpointError) as error:
                 self._missing(peer, str(error))
+
+        with ThreadPoolExecutor(max(1, len(self._captured))) as pool:  # one that hangs holds no other up
+            list(pool.map(collect, self._captured))
         for name, file in self._newest()[1].items():
             if name not in files:
                 self._take_over(stem, file)

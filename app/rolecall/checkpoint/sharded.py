@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import math
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -103,9 +104,10 @@ class Sharded:
         self._collected = step, Written(files, 0.0)
         return Written(files, max(share.stalled for share in shares))
 
-    def _collect(self, stem: str, peer: Peer) -> Written:
-        """Waits for the files of `peer`. Raises CheckpointError, as if nothing moves for PHASE_TIMEOUT."""
+    def _collect(self, stem: str, peer: Peer, seconds: float = math.inf) -> Written:
+        """Waits for the files of `peer`. Raises CheckpointError, as if nothing moves for `seconds` or PHASE_TIMEOUT."""
         limit, done, moved = self.settings.phase_timeout, -1, clock.now()
+        setting = f"PHASE_TIMEOUT={limit:g}" if limit <= seconds else f"{seconds:g}"
         while True:
             match self._ask(peer, Shares.written, self.name, stem)():  # while training goes on
                 case Written() as written:
@@ -114,9 +116,9 @@ class Sharded:
                     raise CheckpointError(text)
                 case more if more != done:
                     done, moved = more, clock.now()
-                case _ if clock.now() - moved > limit:
+                case _ if clock.now() - moved > min(limit, seconds):
                     raise CheckpointError(
-                        f"{stem}: {peer.name} has written nothing for PHASE_TIMEOUT={limit:g} s; is its disk hanging?"
+                        f"{stem}: {peer.name} has written nothing for {setting} s; is its disk hanging?"
                     )
 
     # ---- back

@@ -23,6 +23,10 @@ Key = tuple[str, str]  # the member that has them, and the map that they belong 
 _values: dict[Key, tuple[tuple[Any, ...], Mapping[str, Any]]] = {}  # that this process has
 
 
+class JoinedAgainError(PeerLostError):
+    """A member has joined again since it got the arguments: it is lost as what it was, though it answers."""
+
+
 @dataclass(frozen=True)
 class Reference:
     """Stands for an argument that its receiver has: it is pickled as this, and read as the argument."""
@@ -37,7 +41,7 @@ class Reference:
 def _look_up(key: Key, place: int | str) -> Any:
     values = _values.get(key)
     if values is None:
-        raise PeerLostError(f"{key[0]} has joined again")  # since it got them
+        raise JoinedAgainError(f"{key[0]} has joined again")
     return values[0][place] if isinstance(place, int) else values[1][place]
 
 

@@ -507,8 +507,8 @@ class Dispatcher:
 
     def _send(self, call: Call, kind: Kind, content: Encoded, waits: bool) -> None:
         """Sends what a call ended with. It holds no place among those that run meanwhile."""
-        if self._closed:
-            return  # what the end of this worker makes its methods raise is no answer: its callers lose it
+        if self._closed or call.link.session.ended:
+            return  # what the end of this worker, or of its part, makes its methods raise is no answer
         link, nbytes = call.link, content.nbytes
         if following := self._leave(call, nbytes):
             apart.run(self._work, following)

@@ -60,7 +60,10 @@ class Calls:
         to: Sequence[Peer] | None = None,
         window: int | None = None,
     ) -> Calls:
-        """The same calls with other options. Raises UsageError for a `window` below 1."""
+        """The same calls with other options. Raises UsageError for a `window` below 1, and a `to` that has others than
+        peers."""
+        if to is not None and (isinstance(to, str | Peer) or not all(isinstance(peer, Peer) for peer in to)):
+            raise UsageError(f'options(to={to!r}): give a list of peers, such as context.peers("worker")[:2]')
         if window is not None and window < 1:
             raise UsageError(f"options(window={window}): at least one call is under way at a member")
         return Calls(
@@ -150,8 +153,9 @@ class Calls:
         option `lost="skip"`, the default for an elastic role, it is left out. `lost="answer"` yields a PeerLostError in
         place of its answer. `lost="raise"`, the default for other roles, raises the PeerLostError or CallTimeoutError.
         What the method raised is raised here, as RemoteError. If no member is left, raises PeerLostError, or yields
-        nothing while the job drains. A member that joins meanwhile is called the next time. Leaving the iterator, as by
-        `break` once enough have answered, cancels the calls that are still out.
+        nothing while the job drains; if others than those in `to` are, it yields nothing. A member that joins meanwhile
+        is called the next time. Leaving the iterator, as by `break` once enough have answered, cancels the calls that
+        are still out.
         """
         mark, group, role = require_remote(method), self._group, self._role_of(method)
         if mark.stream:

@@ -53,7 +53,10 @@ class ProgramError(Exception):
 
 
 class CallError(RuntimeError):
-    """A call to a peer failed."""
+    """A call to a peer failed. It `is_remote` if the called method has raised it, as for a call of its own that has
+    failed: the called peer is there."""
+
+    is_remote = False
 
 
 class PeerLostError(CallError):

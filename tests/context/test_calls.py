@@ -103,6 +103,10 @@ def test_only_the_members_that_are_named_are_called(context: Context, wire: Wire
     wire.answer("observer_1", 8)
     assert list(answers) == [(TWO, 8)]
     assert list(context.options(to=[]).call_each(Observer.double, 4)) == []
+    others: list[Any] = ["observer_1", ONE, ["observer_1"]]
+    for to in others:
+        with pytest.raises(UsageError, match="give a list of peers"):
+            context.options(to=to)
     one = context.options(to=[TWO]).call_any(Observer.again)
     wire.answer("observer_1", GONE)
     with pytest.raises(PeerLostError):

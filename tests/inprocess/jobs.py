@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rolecall import Context, Job, Role, Settings, remote
+from rolecall import Context, Job, PeerLostError, Role, Settings, remote
 from rolecall.inprocess.run import InProcessRun, run_in_process
 
 Lead = Callable[[Context[Any], InProcessRun], Any]
@@ -95,6 +95,10 @@ class Worker:
         if not number:
             raise ValueError("no such luck")
         return number
+
+    @remote(idempotent=True)
+    def miss(self, number: int = 0) -> int:
+        raise PeerLostError("another one does not answer")
 
     @remote
     def name(self, number: int, mark: str) -> str:

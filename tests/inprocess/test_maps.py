@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import random
 import runpy
 import threading
@@ -62,6 +63,35 @@ def test_a_map_ends_with_its_reader_its_error_and_its_iterable(tmp_path: Path) -
             context.options(window=0)
         with pytest.raises(UsageError, match="lead_0 is no worker"):
             context.options(to=[context.rank0]).map(Worker.double, [1])
+
+    run(lead, tmp_path)
+
+
+def test_an_answer_is_given_out_before_the_next_item_is_read(tmp_path: Path) -> None:
+    def lead(context: Context[Any], here: InProcessRun) -> dict[str, Any]:
+        numbers: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        numbers.put(1)
+        seen = list[int]()
+        for item, double in context.map_unordered(Worker.double, iter(lambda: numbers.get(timeout=5), None)):
+            seen.append(item)
+            numbers.put(double if double < 100 else None)
+        return {"seen": seen}
+
+    assert run(lead, tmp_path, workers=1)["result"]["seen"] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_a_member_whose_method_has_lost_another_one_stays(tmp_path: Path) -> None:
+    def lead(context: Context[Any], here: InProcessRun) -> None:
+        peers, anyone = context.peers("worker"), context.options(lost="answer")
+        for calls in (
+            lambda: [*anyone.map(Worker.miss, [1])],
+            lambda: [*anyone.call_each(Worker.miss)],
+            lambda: context.first(1, Worker.miss),
+            lambda: context.call_any(Worker.miss).result(),
+        ):
+            with pytest.raises(PeerLostError, match="PeerLostError: another one does not answer"):
+                calls()
+            assert context.peers("worker") == peers
 
     run(lead, tmp_path)
 

@@ -128,6 +128,34 @@ def test_a_serial_call_that_nobody_waits_for_makes_room_once_it_has_ended(wires:
     wires.call("a", "b", "alone").result(DEADLINE)
 
 
+def test_a_serial_call_whose_future_nobody_waits_for_ends_its_turn(wires: Wires) -> None:
+    given_up = wires.call("a", "b", "alone_and_postponed")
+    assert member(wires).entered.acquire(timeout=DEADLINE)
+    assert given_up.cancel()
+    wires.call("b", "b", "alone").result(DEADLINE)
+    assert member(wires).later.cancelled()
+
+
+def test_serial_calls_of_a_caller_that_does_not_read_wait_in_order(wires: Wires) -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        wires.wires["b"].accept("frozen", Sockets(theirs, theirs))
+        writer, dispatcher = FrameWriter(ours), wires.wires["b"].dispatcher
+        dispatcher.pause()
+        for number in range(300):
+            request = Request("alone_and_large", (number,), {}, 0.0)
+            writer.send(Kind.REQUEST, number, encode(tuple(request)))
+        until(lambda: len(dispatcher._early) == 300, "all of them")
+        dispatcher.serve(member(wires))
+        until(lambda: len(member(wires).seen) >= dispatch.MAX_UNREAD, "answers that wait")
+        wires.call("a", "b", "alone").result(DEADLINE)
+        assert len(member(wires).seen) <= dispatch.MAX_UNREAD + 2
+        reader = FrameReader(ours, 2**30)
+        for number in range(300):
+            assert reader.next().call == number
+        assert [number for number in member(wires).seen if number != ()] == list(range(300))
+
+
 @pytest.mark.parametrize("drops", [False, True], ids=["cancelled", "dropped"])
 def test_async_methods_run_side_by_side_and_are_given_up(wires: Wires, drops: bool) -> None:
     futures = [wires.call("a", "b", "pause") for _ in range(100)]

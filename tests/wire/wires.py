@@ -99,6 +99,16 @@ class Member:
         return answer
 
     @remote(serial=True)
+    def alone_and_postponed(self) -> concurrent.futures.Future[Any]:
+        self.entered.release()
+        return self.later
+
+    @remote(serial=True)
+    def alone_and_large(self, number: int) -> bytes:
+        self.seen.append(number)
+        return bytes(400_000)
+
+    @remote(serial=True)
     async def alone_until_cancelled(self) -> None:
         with self._alone("cancelled"):
             self.entered.release()

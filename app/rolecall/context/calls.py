@@ -60,7 +60,10 @@ class Calls:
         to: Sequence[Peer] | None = None,
         window: int | None = None,
     ) -> Calls:
-        """The same calls with other options. Raises UsageError for a `window` below 1."""
+        """The same calls with other options. Raises UsageError for a `window` below 1, and a `to` that has others than
+        peers."""
+        if to is not None and (isinstance(to, str | Peer) or not all(isinstance(peer, Peer) for peer in to)):
+            raise UsageError(f'options(to={to!r}): give a list of peers, such as context.peers("worker")[:2]')
         if window is not None and window < 1:
             raise UsageError(f"options(window={window}): at least one call is under way at a member")
         return Calls(
@@ -150,8 +153,9 @@ class Calls:
         option `lost="skip"`, the default for an elastic role, it is left out. `lost="answer"` yields a PeerLostError in
         place of its answer. `lost="raise"`, the default for other roles, raises the PeerLostError or CallTimeoutError.
         What the method raised is raised here, as RemoteError. If no member is left, raises PeerLostError, or yields
-        nothing while the job drains. A member that joins meanwhile is called the next time. Leaving the iterator, as by
-        `break` once enough have answered, cancels the calls that are still out.
+        nothing while the job drains; if others than those in `to` are, it yields nothing. A member that joins meanwhile
+        is called the next time. Leaving the iterator, as by `break` once enough have answered, cancels the calls that
+        are still out.
         """
         mark, group, role = require_remote(method), self._group, self._role_of(method)
         if mark.stream:
@@ -234,7 +238,7 @@ class Calls:
             try:
                 value = self._outcome(peer, answered)
             except (PeerLostError, CallTimeoutError) as error:
-                if lost == "raise" or (session is not None and session.ended):
+                if lost == "raise" or error.is_remote or (session is not None and session.ended):
                     raise
                 group.give_up(peer, stuck=str(error) if isinstance(error, CallTimeoutError) else "")
                 if lost == "skip":
@@ -255,7 +259,8 @@ class Calls:
         try:
             return answered.result()
         except CallTimeoutError as error:
-            self._group.logger.warning("peer given up", peer=peer.name, problem=str(error))
+            if not error.is_remote:
+                self._group.logger.warning("peer given up", peer=peer.name, problem=str(error))
             raise
 
     @overload
@@ -328,9 +333,10 @@ class Calls:
 
         Each member has up to `window` calls at a time, by default one, and gets the next item as soon as it has
         answered. Items are read when a member has room for one, in this thread, while the next answer is asked for: the
-        iterable may be endless, and may depend on answers. At most 16 answers a call wait here. Members that join take
-        part at once; while there is none, the map waits for up to REJOIN_TIMEOUT. `args` and `kwargs` of 64 KiB or more
-        are sent to each member once: neither the method nor the caller may change them before the end.
+        iterable may be endless, and may depend on answers that were given out. While it waits, none is given out. At
+        most 16 answers a call wait here. Members that join take part at once; while there is none, the map waits for up
+        to REJOIN_TIMEOUT. `args` and `kwargs` of 64 KiB or more are sent to each member once: neither the method nor
+        the caller may change them before the end.
 
         If a member of an elastic role is gone or late, it is given up, and its items are called again if the method is
         `idempotent`, until six members in a row were lost with one. Otherwise the option `lost` decides: "raise", the
@@ -448,7 +454,8 @@ class Calls:
             if call.cancelled() or answer.cancelled():
                 return
             error = call.exception()
-            if isinstance(error, PeerLostError) and mark.idempotent and not (session is not None and session.ended):
+            is_lost = isinstance(error, PeerLostError) and not error.is_remote
+            if is_lost and mark.idempotent and not (session is not None and session.ended):
                 # not in this thread: it may have to wait, and others' calls end here too
                 apart.run(retry, error)
             else:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from rolecall.context.group import Group
-from rolecall.context.shared import Sharing
+from rolecall.context.shared import JoinedAgainError, Sharing
 from rolecall.context.transport import Transport
 from rolecall.declare.task import Peer
 from rolecall.errors import CallError, CallTimeoutError, PeerLostError
@@ -81,36 +81,40 @@ class Mapping:
         while True:
             for peer in pool.see(self._members()):
                 self._prepare(peer, transport)
-            self._call_members(items)
-            events = list[Event]()
+            self._call_members()
             if answered := pool.take():
-                yield answered
-            elif pool.over:
+                yield answered  # before an item is read, which may depend on it
+                self._take_all(session)
+                self._read(items)
+                continue
+            self._read(items)
+            if pool.over:
                 return
-            elif pool.nobody:
-                events.append(self._wait_for_members(session))
+            if pool.nobody:
+                event = self._wait_for_members(session)
             else:
                 with recorder.span("wait"):
-                    events.append(self._events.get())  # each call ends at its own deadline
-            while not self._events.empty():  # which nobody else reads
-                events.append(self._events.get_nowait())
-            for event in events:
-                self._take(event, session)
+                    event = self._events.get()  # each call ends at its own deadline
+            self._take(event, session)
+            self._take_all(session)
 
-    def _call_members(self, items: Iterator[Any]) -> None:
-        """Calls members as long as one has room, and there are items."""
+    def _call_members(self) -> None:
+        """Calls members as long as one has room, and an item waits."""
         pool, events = self._pool, self._events
-        while True:
-            while (task := pool.next_call()) is not None:
-                peer, number = task.member, task.number
-                args, kwargs = self._sharing.of(peer.name)
-                future = self._call(peer, (task.item, *args), kwargs)
-                self._calls[number] = peer, future
-                future.then(partial(_tell, events, number))
-            if not pool.wants:
-                return
+        while (task := pool.next_call()) is not None:
+            peer, number = task.member, task.number
+            args, kwargs = self._sharing.of(peer.name)
+            future = self._call(peer, (task.item, *args), kwargs)
+            self._calls[number] = peer, future
+            future.then(partial(_tell, events, number))
+
+    def _read(self, items: Iterator[Any]) -> None:
+        """Reads items, and calls members with them, as long as one has room."""
+        pool = self._pool
+        while pool.wants:
             for item in items:
                 pool.read(item)
+                self._call_members()
                 break
             else:
                 pool.exhausted()
@@ -138,6 +142,11 @@ class Mapping:
                     return self._events.get(timeout=LOOK_SECONDS)
         raise session.error()
 
+    def _take_all(self, session: Session) -> None:
+        """Takes what has happened by now."""
+        while not self._events.empty():  # which nobody else reads
+            self._take(self._events.get_nowait(), session)
+
     def _take(self, event: Event, session: Session) -> None:
         """Something has happened."""
         peer, future, error = event.peer, event.future, event.error
@@ -150,7 +159,9 @@ class Mapping:
             self._pool.prepared(peer)
         if error is None or peer is None:
             return
-        is_lost = isinstance(error, PeerLostError | CallTimeoutError)
+        if isinstance(error.__cause__, JoinedAgainError):
+            error = error.__cause__
+        is_lost = isinstance(error, PeerLostError | CallTimeoutError) and not error.is_remote
         if not is_lost or session.ended or not self._group.is_elastic(self._role):
             raise error
         if future is None:

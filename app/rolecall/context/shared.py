@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import pickle
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +13,18 @@ from typing import Any
 from rolecall.context.transport import Transport
 from rolecall.declare.remote import remote
 from rolecall.errors import PeerLostError
-from rolecall.wire.codec import encode
+from rolecall.wire.codec import Encoded, Lasting, decode, encode
 from rolecall.wire.future import Future
 from rolecall.wire.messages import Deadline, Request
 
 SHARE_BYTES = 64 * 2**10  # pickled; smaller ones go with each call
-Key = tuple[str, str]  # the member that has them, and the map that they belong to
+Key = tuple[str, str]  # the member that has them, and a name that they are sent with once
 
 _values: dict[Key, tuple[tuple[Any, ...], Mapping[str, Any]]] = {}  # that this process has
+
+
+class JoinedAgainError(PeerLostError):
+    """A member has joined again since it got the arguments: it is lost as what it was, though it answers."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +41,45 @@ class Reference:
 def _look_up(key: Key, place: int | str) -> Any:
     values = _values.get(key)
     if values is None:
-        raise PeerLostError(f"{key[0]} has joined again")  # since it got them
+        raise JoinedAgainError(f"{key[0]} has joined again")
     return values[0][place] if isinstance(place, int) else values[1][place]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An encoded value: it is pickled without another copy, and read as the value."""
+
+    content: Encoded
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        body, buffers = self.content
+        return decode, (pickle.PickleBuffer(body), [pickle.PickleBuffer(buffer) for buffer in buffers])
 
 
 class SharedArguments:
     """What a worker keeps for its peers' maps. They call it in one event loop."""
 
     def __init__(self) -> None:
-        self._there: dict[Key, asyncio.Event] = defaultdict(asyncio.Event)
+        self._there: dict[Key, asyncio.Event] = {}
 
     @remote
-    async def share(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    async def share(self, key: Key, values: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Keeps arguments until the call is cancelled, or its caller is lost."""
-        _values[key] = args, kwargs
-        self._there[key].set()
+        _values[key] = values
+        self._there.setdefault(key, asyncio.Event()).set()
         try:
             await asyncio.get_running_loop().create_future()
         finally:
-            del _values[key], self._there[key]
+            del _values[key]
+            self._there.pop(key, None)
 
     @remote
     async def shared(self, key: Key) -> None:
         """Returns once the arguments are there."""
-        await self._there[key].wait()
+        try:
+            await self._there.setdefault(key, asyncio.Event()).wait()
+        finally:
+            self._there.pop(key, None)
 
 
 @dataclass
@@ -70,12 +89,16 @@ class Sharing:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_needed: bool = field(init=False)
-    _map: str = field(default_factory=lambda: uuid.uuid4().hex, init=False)
+    _content: Encoded = field(init=False)
+    _keys: dict[str, Key] = field(default_factory=dict, init=False)  # the newest of each member
     _calls: dict[str, list[Future[Any]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         try:
-            self.is_needed = encode((self.args, self.kwargs)).nbytes >= SHARE_BYTES
+            content = encode((self.args, self.kwargs))
+            self.is_needed = content.nbytes >= SHARE_BYTES
+            if self.is_needed:
+                self._content = content
         except Exception:  # whatever pickling them raises: the first call says which it is
             self.is_needed = False
 
@@ -83,12 +106,14 @@ class Sharing:
         self, to: str, transport: Transport, deadline: Deadline, ended: Callable[[BaseException | None], object]
     ) -> None:
         """Sends them to a member. Calls `ended(None)` once it has them, or with an error; perhaps twice."""
-        key = to, self._map
+        key = self._keys[to] = to, uuid.uuid4().hex
+        request = Request("share", (key, Packed(self._content)), {}, 0.0, internal=True)
         # urgent: it lasts as long as the map, and is not to count as in flight
         held = transport.wire.call(
             to,
-            Request("share", (key, self.args, self.kwargs), {}, 0.0, internal=True),
+            request,
             Deadline(0.0),
+            content=Lasting(*encode(tuple(request))),  # no copy for each member
             urgent=True,
             waits=False,
         )
@@ -107,7 +132,7 @@ class Sharing:
         """The arguments of a call of a member."""
         if not self.is_needed:
             return self.args, self.kwargs
-        key = to, self._map
+        key = self._keys[to]
         args = tuple(Reference(key, place) for place in range(len(self.args)))
         return args, {name: Reference(key, name) for name in self.kwargs}
 

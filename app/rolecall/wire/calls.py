@@ -335,10 +335,7 @@ class Wire:
         """Sends a request. Without `waits`, the thread does not wait for the peer to read."""
         call.content = None
         if waits and not link.outbox.busy:  # otherwise it would overtake what is sent apart
-            try:
-                link.send(Kind.REQUEST, call.number, request)
-            except OSError as error:
-                link.close(str(error))
+            link.deliver(Kind.REQUEST, call.number, request)
             self._written(call)
         else:
             link.offer(Kind.REQUEST, call.number, request, partial(self._written, call))

@@ -60,7 +60,7 @@ class Call:
     expires: float
     arrived_ns: int = field(default_factory=time.monotonic_ns)
     cancelled: bool = False
-    coroutine: concurrent.futures.Future[Any] | None = None  # of an async method
+    coroutine: concurrent.futures.Future[Any] | None = None  # of an async method, or that a serial one has returned
     credits: threading.Semaphore | None = None  # of a stream
     undo: Callable[[], None] | None = None  # of an answer whose receipt is not confirmed
     has_slot: bool = False  # it is one of the MAX_RUNNING
@@ -97,7 +97,7 @@ class Dispatcher:
         self._calls: dict[tuple[Link, int], Call] = {}
         self._lock = threading.Lock()
         self._running, self._waiting = 0, deque[Call]()
-        self._held_back: dict[Link, deque[Call]] = {}  # calls of peers that do not read their answers
+        self._held_back: dict[Link, list[Call]] = {}  # calls of peers that do not read their answers
         self._streams = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -167,12 +167,12 @@ class Dispatcher:
         link.release(frame)
         if frame.excess:
             text = f"a message of {frame.excess} bytes is over MAX_MESSAGE_BYTES of {self._me}; send it in parts"
-            self._fail(link, frame.call, Failure(UsageError.__name__, text))
+            link.deliver(Kind.FAILURE, frame.call, encode(tuple(Failure(UsageError.__name__, text))))
             return None
         try:
             request = Request(*decode(frame.body, frame.buffers))
         except BaseException as error:  # whatever unpickling the arguments raises
-            self._fail(link, frame.call, self._failure(error))
+            link.deliver(Kind.FAILURE, frame.call, encode(tuple(self._failure(error))))
             return None
         expires = clock.now() + request.seconds if request.seconds else float("inf")
         call = Call(link, frame.call, request, expires)
@@ -184,8 +184,7 @@ class Dispatcher:
         turn in the line. With the lock held."""
         if call.request.internal:
             return True
-        if call.link.unread_answers >= MAX_UNREAD or call.link.unread_bytes >= MAX_UNREAD_BYTES:
-            self._held_back.setdefault(call.link, deque()).append(call)
+        if self._holds_back(call):
             return False
         if call.request.method in self._serial:
             self._line.put(call)
@@ -196,6 +195,15 @@ class Dispatcher:
         self._running += 1
         call.has_slot = True
         return True
+
+    def _holds_back(self, call: Call) -> bool:
+        """Whether a call waits for its caller to read, behind those that do. With the lock held."""
+        link = call.link
+        full = link.unread_answers >= MAX_UNREAD or link.unread_bytes >= MAX_UNREAD_BYTES
+        if full or link in self._held_back:
+            self._held_back.setdefault(link, []).append(call)
+            return True
+        return False
 
     def _work(self, call: Call) -> None:
         """Runs a call, and those that wait for its place."""
@@ -216,12 +224,9 @@ class Dispatcher:
             call.has_slot = False
             while self._waiting:
                 following = self._waiting.popleft()
-                link = following.link
-                if link.unread_answers >= MAX_UNREAD or link.unread_bytes >= MAX_UNREAD_BYTES:
-                    self._held_back.setdefault(link, deque()).append(following)
-                    continue
-                following.has_slot = True
-                return following
+                if not self._holds_back(following):
+                    following.has_slot = True
+                    return following
             self._running -= 1
             return None
 
@@ -232,7 +237,9 @@ class Dispatcher:
             link.unread_bytes -= nbytes
             if link not in self._held_back or link.unread_answers or link.unread_bytes:
                 return
-            admitted = [call for call in self._held_back.pop(link) if self._admit(call)]
+            # in order: some may have waited in the line before
+            waiting = sorted(self._held_back.pop(link), key=lambda call: call.number)
+            admitted = [call for call in waiting if self._admit(call)]
         self._resume(admitted)
 
     def cancel(self, link: Link, number: int) -> None:
@@ -318,11 +325,13 @@ class Dispatcher:
 
     def _begin_serial(self, call: Call) -> None:
         """It is a call's turn in the line."""
+        is_over = self._is_given_up(call)
         with self._lock:
             method = find(self._target, call.request.method)
-            if method is None:  # the object is not there for the moment
+            waits = not is_over and (method is None or self._holds_back(call))
+            if waits and method is None:  # the object is not there for the moment
                 self._early.append(call)
-        if method is None or self._is_given_up(call):
+        if is_over or waits or method is None:
             self._line.ended(call)
         elif getattr(method, MARK).coroutine:
             self._submit(call, method, partial(self._line.ended, call))
@@ -335,6 +344,9 @@ class Dispatcher:
                 self._line.ended(call)
             else:
                 later.add_done_callback(lambda _: self._line.ended(call))
+                call.coroutine = later
+                if call.cancelled:  # before
+                    later.cancel()
 
     def _call(
         self, call: Call, method: Callable[..., Any], *, waited_ns: int = 0, waits: bool = True
@@ -507,25 +519,16 @@ class Dispatcher:
 
     def _send(self, call: Call, kind: Kind, content: Encoded, waits: bool) -> None:
         """Sends what a call ended with. It holds no place among those that run meanwhile."""
-        if self._closed:
-            return  # what the end of this worker makes its methods raise is no answer: its callers lose it
+        if self._closed or call.link.session.ended:
+            return  # what the end of this worker, or of its part, makes its methods raise is no answer
         link, nbytes = call.link, content.nbytes
         if following := self._leave(call, nbytes):
             apart.run(self._work, following)
         if waits:
-            try:
-                link.send(kind, call.number, content)
-            except OSError as error:
-                link.close(str(error))
+            link.deliver(kind, call.number, content)
             self._read_by(link, nbytes)
         else:
             link.offer(kind, call.number, content, lambda: self._read_by(link, nbytes))
-
-    def _fail(self, link: Link, number: int, failure: Failure) -> None:
-        try:
-            link.send(Kind.FAILURE, number, encode(tuple(failure)))
-        except OSError as error:
-            link.close(str(error))
 
     def _unpicklable(self, call: Call, value: Any, error: BaseException) -> Failure:
         """The answer of a call cannot be pickled: its method is named, since no line of it is in the traceback."""

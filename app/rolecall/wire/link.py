@@ -101,6 +101,13 @@ class Link:
             self._readers.step_aside()
         self._writer.send(kind, call, content)
 
+    def deliver(self, kind: Kind, call: int, content: Encoded) -> None:
+        """Sends a frame as `send` does; a link that has broken is closed."""
+        try:
+            self.send(kind, call, content)
+        except OSError as error:
+            self.close(str(error))
+
     def offer(self, kind: Kind, call: int, content: Encoded, sent: Callable[[], object] = bool) -> None:
         """Sends a frame, without a wait for the peer: what it does not take at once is copied, and sent apart. Calls
         `sent` once it is sent, or never will be."""

@@ -50,7 +50,7 @@ class Failure(NamedTuple):
         if self.kind == UsageError.__name__:
             return UsageError(self.text)
         error = KINDS.get(self.kind, RemoteError)(self.text)
-        error.__cause__ = RemoteTraceback(self.traceback)
+        error.__cause__, error.is_remote = RemoteTraceback(self.traceback), True
         if self.pickled:
             try:
                 raised = pickle.loads(self.pickled)

@@ -13,7 +13,7 @@ ROOMS = {
     "rolecall": 2210,
     "rolecall/checkpoint": 2413,  # what members keep
     "rolecall/context": 3390,  # maps, first answers, what members keep
-    "rolecall/declare": 1560,
+    "rolecall/declare": 1600,  # settings that a program gives, and the module that declares a job
     "rolecall/export": 920,
     "rolecall/gang": 2320,
     "rolecall/inprocess": 1000,  # one process for debugging and tests
@@ -23,7 +23,7 @@ ROOMS = {
     "rolecall/jobs/rl": 4260,
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
-    "rolecall/launch": 3260,
+    "rolecall/launch": 3310,  # how runs from Python end
     "rolecall/life": 1100,  # what rank decided before, and its table of states
     "rolecall/links": 890,  # the decisions of a map
     "rolecall/messages": 580,  # the declarations and codecs of six rooms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import os
 import signal
@@ -14,10 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+from pydantic import Field, SecretStr
 
 import rolecall
 from rolecall import Context, Drained, Job, ProgramError, RemoteError, Role, UsageError
-from rolecall.declare import registry
+from rolecall.declare import flags, loader, registry
+from rolecall.errors import RankError
+from rolecall.launch.process_run import ProcessRun, directory_of, program_error
+from rolecall.launch.run import _given
 from tests.inprocess import jobs
 from tests.inprocess.jobs import Worker, Workers
 
@@ -86,9 +91,12 @@ def test_a_run_in_one_process() -> None:
             _ = run.result
         assert drained.value.step > 0
         assert next(points) > 6.0
-    assert (run.ranks, run.page, run.directory) == ([], "kept/page.html", Path("kept"))
+        run.drain()  # a second one changes nothing
+    assert (run.ranks, run.page, run.directory) == ([], str(Path("kept/page.html").absolute()), Path("kept").absolute())
+    with pytest.raises(UsageError, match="is over"):
+        run.kill("worker_1")
     with rolecall.start(JOB, in_process=True, workers=3) as run:
-        pass  # the block's end stops it
+        run.scale("worker", 3)  # waits until it is under way
     assert run.status == "drained"
 
 
@@ -96,6 +104,102 @@ def test_ctrl_c_drains() -> None:
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(Drained):
         rolecall.run(JOB, in_process=True, workers=3)
+
+
+class Sent(Workers):
+    key: SecretStr = SecretStr("")
+    keys: list[SecretStr] = Field([])
+    table: dict[str, int] = Field({})
+    note: str | None = "note"
+    other: str | None = None
+
+
+class Started(ProcessRun):
+    """Runs another program in the place of `rolecall run`."""
+
+    def __init__(self, program: str, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        command = [sys.executable, "-c", program]
+        popen = subprocess.Popen
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess, "Popen", lambda _, **options: popen(command, **options))
+            super().__init__("pi.py", [], {"CHECKPOINT_DIR": directory}, lambda line: None)
+
+
+@pytest.mark.parametrize("known", [Job(JOB.roles, settings=Sent), None])
+def test_values_are_given_as_variables(known: Job | None) -> None:
+    given = {"key": SecretStr("s3cret"), "keys": [SecretStr("other")], "table": {"a": 1}, "workers": 3}
+    words, variables = _given(given, known)
+    assert words == ["--given-settings=key,keys,table,workers"]
+    assert variables == {"KEY": "s3cret", "KEYS": '["other"]', "TABLE": '{"a":1}', "WORKERS": "3"}
+    with pytest.raises(UsageError, match=r"^note=None"):
+        _given({"note": None}, known)
+    with pytest.raises(UsageError, match=r"^note=''"):
+        _given({"note": ""}, known)
+    assert _given({"other": None}, Job(JOB.roles, settings=Sent))[1] == {"OTHER": ""}
+    assert flags.parse(Job(JOB.roles, settings=Sent), "job", words).variables == {}
+    for name in ("nonsense", "job_token"):
+        with pytest.raises(UsageError, match=rf"^{name}=: the job has no such setting"):
+            flags.parse(JOB, "job", [f"--given-settings=workers,{name}"])
+
+
+def test_how_a_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit code, an earlier run's summary, and another working directory."""
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(RankError, match=str(tmp_path / "kept" / "summary.json")):
+        Started("", "kept", monkeypatch).run()
+    write = (
+        """import pathlib; pathlib.Path("kept/summary.json").write_text('{"state": "finished", "result": {"n": 1}}')"""
+    )
+    finished = Started(write, "kept", monkeypatch)
+    monkeypatch.chdir("/")
+    assert finished.run() == {"n": 1}
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Drained):
+        Started("raise SystemExit(130)", "kept", monkeypatch).run()
+    early = Started("import time; time.sleep(60)", "kept", monkeypatch)
+    early.drain()
+    with pytest.raises(Drained):
+        early.run()
+    assert early.ranks() == []
+    Path("runs").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="set checkpoint_dir"):
+        directory_of("pi")
+
+
+def test_an_error_of_several_lines() -> None:
+    error = "RuntimeError: one\n two\nthree"
+    text = f"lead_0: Traceback (most recent call last):\n  File 'a.py', line 1, in f\n    g()\n{error}"
+    assert str(program_error(text)) == error
+
+
+def test_ctrl_c_while_a_file_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+
+    def interrupt(run: rolecall.Run) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rolecall.Run, "await_up", interrupt)
+    before = {*psutil.Process().children(recursive=True)}
+    with pytest.raises(KeyboardInterrupt):
+        rolecall.start("slow.py")
+    assert not {*psutil.Process().children(recursive=True)} - before
+
+
+def test_a_file_that_is_edited_is_loaded_again(tmp_path: Path) -> None:
+    text = "from tests.launch.test_run import JOB as J, Job\nJOB = Job(J.roles, settings=J.settings, summary={!r})\n"
+    (tmp_path / "edited_job.py").write_text(text.format("one"))
+    first = registry.get("edited_job.py")
+    loader.forget_changed("edited_job.py")
+    assert registry.get("edited_job.py") is first
+    (tmp_path / "edited_job.py").write_text(text.format("two"))
+    loader.forget_changed("edited_job.py")
+    assert registry.get("edited_job.py").summary == "two"
+
+
+def test_a_run_that_the_end_of_the_program_stops() -> None:
+    program = "import rolecall; from tests.launch.test_run import JOB; rolecall.start(JOB, in_process=True, workers=3)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_runs_at_once_whose_ranks_are_processes() -> None:
@@ -121,7 +225,7 @@ def test_runs_at_once_whose_ranks_are_processes() -> None:
             stopped.scale("worker", 4)
             assert {rank.name for rank in stopped.ranks} == {"lead_0", *(f"worker_{number}" for number in range(4))}
         assert (finished.status, failed.status, stopped.status) == ("finished", "failed", "drained")
-        assert finished.page == "kept/page.html"
+        assert finished.page == str(finished.directory / "page.html")
         assert len({run.directory for run in (finished, failed, stopped)}) == 3
 
     asyncio.run(asyncio.wait_for(play(), DEADLINE))
@@ -136,6 +240,24 @@ def test_a_job_is_named_by_the_module_that_holds_it() -> None:
     assert registry.target_of(registry.get("rl")) == "rolecall.jobs.rl"
     with pytest.raises(UsageError, match="%%writefile"):
         registry.target_of(Job([Role("lead", lead)], settings=Workers))
+
+
+def test_a_package_names_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `__init__` and others import the job, too; and its folder may be installed."""
+    folder = tmp_path / "src" / "holds_a_job"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("from .job import JOB, make\nHERE = make()\n")
+    (folder / "job.py").write_text(
+        "from rolecall import Job\nfrom tests.launch.test_run import JOB as J\n"
+        "def make(): return Job(J.roles, settings=J.settings)\nJOB = make()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    package = importlib.import_module("holds_a_job")
+    with pytest.raises(UsageError, match="set PYTHONPATH"):
+        registry.target_of(package.JOB)
+    monkeypatch.setattr(registry, "_is_found", lambda name, place: (name, place) == ("holds_a_job", folder.parent))
+    assert registry.target_of(package.JOB) == "holds_a_job.job"
+    assert registry.target_of(package.HERE) == "holds_a_job:HERE"
 
 
 @pytest.mark.parametrize("arguments", [["../job_here.py"], ["-m", "package.job_here"]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pydantic import create_model
@@ -89,6 +89,7 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
     """Parses `arguments`. Exits with code 2, or 0 after a request for help, as argparse does. Raises UsageError for a
     setting that no flag can give, and for an unknown flag."""
     takes = parser(job, target)
+    takes.add_argument("--given-settings", default="", help=argparse.SUPPRESS)  # `rolecall.start` has set them
     parsed, unknown = takes.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].partition("=")[0]
@@ -97,6 +98,7 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
         meant = f" (did you mean {close[0]}?)" if close else ""
         raise UsageError(f"{flag}: no such flag{meant}; `rolecall run {target} --help` lists them")
     given = vars(parsed)
+    require_known(job, filter(None, given.pop("given_settings").split(",")))
     plain = bool(given.pop("plain"))
     for name in ("hosts", "role", "python", "in_process"):  # `take_host_options` has taken them
         given.pop(name)
@@ -104,6 +106,15 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
         if not isinstance(value, str):
             raise UsageError(f"--{name.replace('_', '-')}: a list or a table has no flag; set {name.upper()}, as JSON")
     return Flags({name.upper(): value for name, value in given.items() if name in job.settings.model_fields}, plain)
+
+
+def require_known(job: Job, names: Iterable[str]) -> None:
+    """Raises UsageError if `job` has no setting of one of `names`, or `rolecall run` decides it."""
+    known = {*job.settings.model_fields} - {*NO_FLAG}
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            raise UsageError(f"{name}=: the job has no such setting{f' (did you mean {close[0]}?)' if close else ''}")
 
 
 def parser(job: Job, target: str) -> argparse.ArgumentParser:

@@ -31,6 +31,7 @@ if sys.version_info >= (3, 14):  # annotations may name what only type checkers 
 else:
     signature, annotations_of = inspect.signature, inspect.get_annotations
 _importing: list[str] = []  # files and modules
+_loaded: dict[str, bytes] = {}  # files, as they were loaded
 
 
 def is_file(target: str) -> bool:
@@ -99,6 +100,7 @@ def load_file(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     _importing.append(path.name)
     try:
+        _loaded[str(path)] = sources.content(path)
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
@@ -106,6 +108,16 @@ def load_file(path: Path) -> ModuleType:
     finally:
         _importing.pop()
     return module
+
+
+def forget_changed(place: str) -> None:
+    """Has the next `load` of a file load it again if it has changed since; not the modules that it imports."""
+    if is_file(place):
+        path = file_of(place)
+        module = sys.modules.get(path.stem)
+        is_it = module is not None and getattr(module, "__file__", None) == str(path)
+        if is_it and _loaded.get(str(path)) not in (None, path.read_bytes()):
+            del sys.modules[path.stem]
 
 
 def add_folder(folder: Path) -> None:

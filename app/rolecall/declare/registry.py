@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rolecall.gang.protocol import RoleSpec
 # the built-in jobs, and the packages of each one's extra, as they are imported
 JOBS = {"rl": ["gymnasium"], "ps": ["sklearn"], "rnn": ["joblib"], "hybrid": ["joblib"], "script": list[str]()}
 SCRIPT = "script"  # the job that runs a program without one
+FIND_SECONDS = 20.0  # for another process to find a package
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,12 @@ def get(target: str) -> Job:
 
 def holder_of(job: Job) -> tuple[ModuleType, str] | None:
     """The module that holds `job`, and the name of its variable there; None if no module does. One that others can
-    import comes before `__main__`, and the one with the job's classes first."""
-    theirs = {getattr(role.run, "__module__", "") for role in job.roles}
-    modules = sorted([*sys.modules.items()], key=lambda item: (item[0] == "__main__", item[0] not in theirs))
+    import comes before `__main__`, and the one that declares it first, then the one
+    with its classes."""
+    declares, theirs = getattr(job, "declared_in", ""), {getattr(role.run, "__module__", "") for role in job.roles}
+    modules = sorted(
+        [*sys.modules.items()], key=lambda item: (item[0] == "__main__", item[0] != declares, item[0] not in theirs)
+    )
     for _, module in modules:
         names = [name for name, value in [*getattr(module, "__dict__", {}).items()] if value is job]
         if names and isinstance(module, ModuleType):
@@ -67,7 +72,6 @@ def holder_of(job: Job) -> tuple[ModuleType, str] | None:
 def target_of(job: Job) -> str:
     """What names `job` for processes of its ranks. Raises UsageError if no file that they could import holds it."""
     module, name = holder_of(job) or (ModuleType("__main__"), "")
-    suffix = "" if name == "JOB" else f":{name}"
     full = module.__spec__.name if module.__spec__ else module.__name__
     file = getattr(module, "__file__", None)
     if not name or not file or not Path(file).is_file():
@@ -77,15 +81,27 @@ def target_of(job: Job) -> str:
             f"the job is held by {where}, and ranks are processes that import its file: write that by "
             "`%%writefile myjob.py`, and name it (`rolecall.start('myjob.py')`); or run it with in_process=True"
         )
-    if "." not in full:
-        return f"{loader.shown(Path(file).absolute())}{suffix}"
-    package = sys.modules[full.partition(".")[0]]
-    folder = Path(next(iter(package.__path__))).absolute().parent
-    if loader.is_users(file) and folder != Path.cwd() and str(folder) not in config.python_path():
+    top = full.partition(".")[0]
+    path = getattr(sys.modules.get(top), "__path__", None)
+    if path is None and loader.is_users(file):
+        return f"{loader.shown(Path(file).absolute())}{'' if name == 'JOB' else f':{name}'}"
+    folder = Path(next(iter(path or [file]))).absolute().parent
+    here = {Path.cwd(), *map(Path, config.python_path())}
+    if loader.is_users(file) and folder not in here and not _is_found(top, folder):
         raise UsageError(
             f"{full}: ranks do not find it from here; start Python in {folder}, or set PYTHONPATH={folder}"
         )
-    return f"{full}{suffix}"
+    return full if name == "JOB" and "." in full else f"{full}:{name}"
+
+
+def _is_found(package: str, folder: Path) -> bool:
+    """Whether every Python here finds `package` in `folder`, as after `pip install --editable`."""
+    program = "import importlib.util, sys; print(*importlib.util.find_spec(sys.argv[1]).submodule_search_locations)"
+    command = [sys.executable, "-P", "-c", program, package]
+    with contextlib.suppress(subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FIND_SECONDS, check=True)
+        return done.stdout.strip() == str(folder / package)
+    return False
 
 
 def require_target(target: str) -> None:

@@ -128,6 +128,8 @@ class Job:
     steps: bool = True
 
     def __post_init__(self) -> None:
+        frame = sys._getframe(2)  # below __init__
+        object.__setattr__(self, "declared_in", frame.f_globals.get("__name__", ""))
         for problem in (*self._problems_of_settings(), *self._problems_of_roles(), *self._problems_of_metrics()):
             raise UsageError(problem)
 

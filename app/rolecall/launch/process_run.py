@@ -55,7 +55,9 @@ def directory_of(name: str) -> Path:
         try:
             directory.mkdir(parents=True)
             return directory
-        except FileExistsError:  # of a run that began in this second
+        except FileExistsError as error:  # of a run that began in this second
+            if not directory.exists():
+                raise UsageError(f"{directory.parent}: is no folder; set checkpoint_dir") from error
             number += 1
             directory = base.with_name(f"{base.name}-{number}")
         except OSError as error:
@@ -70,12 +72,15 @@ class ProcessRun:
         self, target: str, flags: Sequence[str], variables: Mapping[str, str], show: Callable[[str], None]
     ) -> None:
         given = variables.get("CHECKPOINT_DIR") or config.exported("CHECKPOINT_DIR")
-        self.directory = Path(given) if given else directory_of(registry.name_of(target))
+        directory = Path(given) if given else directory_of(registry.name_of(target))
+        self.directory = directory.absolute()
         self._disposable, self._show = not given, show
         self._reasons = list[str]()
+        self._before = self._written()
+        self._left_early = False
         command = [sys.executable, "-P", "-m", "rolecall", "run", target, "--tied", str(os.getpid()), *flags]
         passed = {config.SOURCES: "", config.DESCRIPTION: ""}  # to a rank, which this may be; they are of its job
-        environment = config.child_environment(**{**variables, **passed, "CHECKPOINT_DIR": str(self.directory)})
+        environment = config.child_environment(**{**variables, **passed, "CHECKPOINT_DIR": str(directory)})
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -101,7 +106,9 @@ class ProcessRun:
 
     def ranks(self) -> list[ListedRank]:
         """Those that there are now."""
-        return [*control.ask(str(self.directory), ListRanks()).ranks] if self.up else []
+        with contextlib.suppress(UsageError):  # it ends
+            return [*control.ask(str(self.directory), ListRanks()).ranks]
+        return []
 
     def state(self) -> dict[str, Any]:
         """Nothing: rank 0 has the state that its page shows."""
@@ -120,6 +127,8 @@ class ProcessRun:
 
     def drain(self) -> None:
         """Has the job write a checkpoint, and end; does not wait."""
+        if self._process.poll() is None and not self.up:
+            self._left_early = True
         self._process.send_signal(signal.SIGINT)  # before it handles signals, too, this one ends it in order
 
     def stop(self) -> None:
@@ -141,10 +150,11 @@ class ProcessRun:
         reader.join(LAST_OUTPUT_SECONDS)
         if code == USAGE and self._disposable:
             self._dispose()
-        summary = self._summary()
-        if code == 0 or (code == INTERRUPTED and summary.get("state") == "finished"):
+        # an earlier run's counts only for what had finished, and is shown again
+        summary = self._summary() if code == 0 or self._written() != self._before else {}
+        if summary and (code == 0 or (code == INTERRUPTED and summary.get("state") == "finished")):
             return dict(summary.get("result", {}))
-        if code == INTERRUPTED:
+        if code == INTERRUPTED or (self._left_early and code not in (FAILED, UNSAVED)):
             raise Drained(rundir.newest_step(self.directory) if self.directory.is_dir() else 0)
         reason = next(iter(self._reasons), f"ended with exit code {code}; its logs are in {self.directory}")
         if code == USAGE:
@@ -154,6 +164,8 @@ class ProcessRun:
             raise program_error(failed.reason if failed else str(summary.get("reason") or reason))
         if code == UNSAVED:
             raise RankError(f"the job has finished, and its result is not saved; see the logs in {self.directory}")
+        if code == 0:
+            raise RankError(f"the job has finished, but there is no {self.directory / rundir.SUMMARY}")
         raise RankError(reason)
 
     def _read(self) -> None:
@@ -172,6 +184,12 @@ class ProcessRun:
             return rundir.read_summary(self.directory) or {}
         return {}
 
+    def _written(self) -> int:
+        """When summary.json was written (nanoseconds, by the disk's clock); 0 if there is none."""
+        with contextlib.suppress(OSError):
+            return (self.directory / rundir.SUMMARY).stat().st_mtime_ns
+        return 0
+
     def _dispose(self) -> None:
         """Removes the directory of a run that was refused, if it is empty but for its logs."""
         if not rundir.saved(self.directory) and not (self.directory / rundir.HISTORY).exists():
@@ -180,10 +198,18 @@ class ProcessRun:
                 self.directory.parent.rmdir()
 
 
+def last_error(reason: str) -> str:
+    """The error with which a traceback ends, perhaps of several lines; a text without one as it is."""
+    lines = reason.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ") or TRACEBACK in line]
+    after = [n for n, line in enumerate(lines) if n > frames[-1] and not line.startswith(" ")] if frames else [0]
+    return "\n".join(lines[after[0] if after else -1 :])
+
+
 def program_error(reason: str) -> ProgramError:
     """What a job failed of, chained to the traceback of another process if `reason` has one."""
     member, divider, rest = reason.strip().partition(f": {TRACEBACK}")
-    last = reason.strip().rpartition("\n")[2]
+    last = last_error(reason)
     error = ProgramError(last)
     if divider:
         remote = RemoteError(last.removeprefix(REMOTE) if last.startswith(REMOTE) else f"{member} raised {last}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
+import concurrent.futures.thread
 import contextlib
-import difflib
 import importlib
 import os
 import signal
@@ -14,12 +13,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from rolecall import config
 from rolecall.config import Settings
@@ -48,9 +47,12 @@ class History:
         self._path, self._over = directory / rundir.HISTORY, over
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        end = 0
+        end = inode = 0
         while True:
             is_last = self._over.is_set()
+            with contextlib.suppress(FileNotFoundError):
+                before, inode = inode, self._path.stat().st_ino
+                end = end if before == inode else 0  # an earlier run's file has been set aside
             rows, end = read_rows(self._path, end)
             yield from map(msgspec.to_builtins, rows)
             if is_last:
@@ -153,17 +155,19 @@ class Run:
 
     def scale(self, role: str, count: int) -> None:
         """Starts ranks of an elastic role, or has those with the highest ordinals drain, so that there are `count`.
-        Raises UsageError if that is not possible."""
+        Waits until the run is under way. Raises UsageError if that is not possible."""
+        self._require_up()
         self._driver.scale(role, count)
 
     def kill(self, member: object) -> None:
-        """Kills a member, such as `sampler_1` or a `Peer`, as a crash does: it is started again. Raises UsageError for
-        one that is not there."""
+        """Kills a member, such as `sampler_1` or a `Peer`, as a crash does: it is started again. Waits until the run is
+        under way. Raises UsageError for one that is not there."""
+        self._require_up()
         self._driver.kill(str(member))
 
     def drain(self) -> None:
         """Has the job write a checkpoint, and end; does not wait. The same `checkpoint_dir` resumes it."""
-        if not self._over.is_set():
+        if not self._over.is_set() and not self._leaving:  # a second one would stop it
             self._leaving = True
             self._driver.drain()
 
@@ -173,6 +177,17 @@ class Run:
             self._leaving = True
             self._driver.stop()
         self._thread.join(END_SECONDS)
+
+    def await_up(self) -> None:
+        """Waits until the run takes commands, or is over, for some minutes at most."""
+        end = time.monotonic() + START_SECONDS
+        while not self._driver.up and not self._over.wait(POLL_SECONDS) and time.monotonic() < end:
+            pass
+
+    def _require_up(self) -> None:
+        self.await_up()
+        if not self._driver.up:
+            raise UsageError(f"{self.name}: the run is {'over' if self._over.is_set() else 'not under way yet'}")
 
     def __enter__(self) -> Self:
         return self
@@ -207,6 +222,8 @@ def start(job: Job | str | os.PathLike[str], *, in_process: bool = False, **sett
     display = Display()
     show = display.lines.append if notebook.is_here() else _print
     if in_process:
+        if not isinstance(job, Job):
+            loader.forget_changed(loader.split(os.fspath(job))[0])
         declared = job if isinstance(job, Job) else registry.get(os.fspath(job))
         holder = registry.holder_of(declared)
         name = "job"
@@ -226,48 +243,54 @@ def start(job: Job | str | os.PathLike[str], *, in_process: bool = False, **sett
         if known:
             registry.require_extra(target)
             registry.roles(known, _checked(known, settings))
-        words, variables = _given(settings)
+        words, variables = _given(settings, known)
         started = Run(registry.name_of(target), ProcessRun(target, words, variables, show), display)
-        if not known:
-            _await_start(started)
+        try:
+            if not known:
+                started.await_up()
+                if started.status == "refused":
+                    _ = started.result
+        except BaseException:  # such as Ctrl-C: nobody has the run
+            started.stop()
+            raise
     if notebook.is_here():
         started._ipython_display_()
     return started
 
 
-def _await_start(started: Run) -> None:
-    """Waits until a run is under way. Raises UsageError if it was refused."""
-    end = time.monotonic() + START_SECONDS
-    while not started._driver.up and not started._over.wait(POLL_SECONDS) and time.monotonic() < end:
-        pass
-    if started.status == "refused":
-        _ = started.result
-
-
 def _checked(job: Job, settings: dict[str, Any]) -> Settings:
     """The settings of `job`. Raises UsageError for unknown ones and wrong values."""
-    known = {*job.settings.model_fields} - {*flags.NO_FLAG}
-    for name in settings:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            raise UsageError(f"{name}=: the job has no such setting{f' (did you mean {close[0]}?)' if close else ''}")
+    flags.require_known(job, settings)
     return config.load(job.settings, **settings)
 
 
-def _given(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """`settings` as flags, and as variables the directory, and those that have no flag: lists, tables and secrets."""
-    words, variables = list[str](), dict[str, str]()
+def _given(settings: dict[str, Any], known: Job | None) -> tuple[list[str], dict[str, str]]:
+    """`settings` as variables, which other users cannot read, and the flags that name them, for the process that knows
+    the job. Raises UsageError for a value that no variable can hold."""
+    variables = dict[str, str]()
     for name, value in settings.items():
-        plain = TypeAdapter(Any).dump_python(value, mode="json", fallback=str)
-        if isinstance(plain, list | dict):
-            variables[name.upper()] = msgspec.json.encode(plain).decode()
-        elif hasattr(value, "get_secret_value"):
-            variables[name.upper()] = value.get_secret_value()
-        elif name == "checkpoint_dir":
-            variables["CHECKPOINT_DIR"] = str(plain)
-        elif plain is not None:
-            words.append(f"--{name.replace('_', '-')}={int(plain) if isinstance(plain, bool) else plain}")
+        plain = _plain(value)
+        if plain is None or plain == "":  # an empty variable counts as not set
+            if not known or known.settings.model_fields[name].get_default(call_default_factory=True) != value:
+                raise UsageError(f"{name}={value!r}: ranks that are processes cannot be given this; leave it out")
+            plain = ""
+        text = msgspec.json.encode(plain).decode() if isinstance(plain, list | dict) else str(plain)
+        variables[name.upper()] = text
+    words = [f"--given-settings={','.join(settings)}"] if settings else []
+    if not known and "ranks" in settings:  # which says that the file is a program without a job
+        words = [f"--ranks={variables.pop('RANKS')}", f"--given-settings={','.join(settings.keys() - {'ranks'})}"]
     return words, variables
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it, with its secrets."""
+    if hasattr(value, "get_secret_value"):
+        return _plain(value.get_secret_value())
+    if isinstance(value, Mapping | BaseModel):
+        return {str(_plain(key)): _plain(each) for key, each in dict(value).items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [*map(_plain, value)]
+    return TypeAdapter(Any).dump_python(value, mode="json", fallback=str)
 
 
 def _print(line: str) -> None:
@@ -293,7 +316,10 @@ def _draining(run: Run) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-@atexit.register
 def _stop_all() -> None:
     for run in [*_runs]:
         run.stop()
+
+
+# as the executors of concurrent.futures, before which it is called: afterwards no thread can be started
+getattr(threading, "_register_atexit", atexit.register)(_stop_all)

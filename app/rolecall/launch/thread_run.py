@@ -11,10 +11,10 @@ from typing import Any
 from rolecall.config import Settings
 from rolecall.declare import describe, registry
 from rolecall.declare.spec import Job
-from rolecall.errors import FAILED, Drained, ProgramError, RankError, UsageError
-from rolecall.inprocess.run import InProcessRun
+from rolecall.errors import FAILED, Drained, ProgramError, RankError
+from rolecall.inprocess.run import InProcessRun, require_possible
 from rolecall.launch.in_process import Lines
-from rolecall.launch.process_run import directory_of
+from rolecall.launch.process_run import directory_of, last_error
 from rolecall.launch.rank_process import INTERRUPTED
 from rolecall.messages.control import ListedRank
 from rolecall.record import rundir
@@ -28,8 +28,10 @@ class ThreadRun:
 
     def __init__(self, job: Job, settings: Settings, name: str, show: Callable[[str], None]) -> None:
         description = describe.of_job(job, settings, name)
-        if "checkpoint_dir" not in settings.model_fields_set:
-            settings = settings.model_copy(update={"checkpoint_dir": directory_of(registry.name_of(name))})
+        require_possible(job, settings, description)  # before there is a directory
+        given = "checkpoint_dir" in settings.model_fields_set
+        directory = settings.checkpoint_dir if given else directory_of(registry.name_of(name))
+        settings = settings.model_copy(update={"checkpoint_dir": directory.absolute()})
         self._run = InProcessRun(job, settings, description, Lines(show))
         self.directory = self._run.directory
         self._begun = threading.Event()
@@ -55,12 +57,10 @@ class ThreadRun:
 
     def kill(self, member: str) -> None:
         """Kills the worker of a member. Raises UsageError."""
-        self._require_up()
         self._run.kill(member)
 
     def scale(self, role: str, count: int) -> None:
         """Changes how many ranks a role has. Raises UsageError."""
-        self._require_up()
         self._run.scale(role, count)
 
     def drain(self) -> None:
@@ -86,15 +86,11 @@ class ThreadRun:
         finally:
             self._over = True
             self._begun.set()
-        summary = self._run.summary or {}
-        if code == 0 or (code == INTERRUPTED and summary.get("state") == "finished"):
+        summary = self._run.summary
+        if summary and (code == 0 or (code == INTERRUPTED and summary.get("state") == "finished")):
             return dict(summary.get("result", {}))
         if code == INTERRUPTED:
             raise Drained(rundir.newest_step(self.directory) if self.directory.is_dir() else 0)
         if code == FAILED:
-            raise ProgramError(self._run.failure.strip().rpartition("\n")[2]) from self._run.raised
+            raise ProgramError(last_error(self._run.failure)) from self._run.raised
         raise RankError(f"ended with exit code {code}, without a result in {self.directory}")
-
-    def _require_up(self) -> None:
-        if not self.up:
-            raise UsageError("the run has not begun, or is over")

@@ -33,7 +33,7 @@ ROOMS = {
     "rolecall/observe/sinks": 690,
     "rolecall/observe/stacks": 630,
     "rolecall/observe/trace": 810,
-    "rolecall/rank": 4890,  # effects that raise, pauses, and ends that are noticed before an order
+    "rolecall/rank": 4925,  # effects that raise, pauses, and ends that are noticed before an order
     "rolecall/record": 1380,
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2030,

@@ -132,7 +132,8 @@ class WorkerEnd(Supervision):
         """Reports that somebody debugs this process, or does no longer. Meanwhile no deadline of the run counts."""
         clock.hold("this worker", is_debugged)
         self._is_debugged = is_debugged
-        self.report()
+        # by another thread: the debugged one may be stopped where it holds the lock
+        threading.Thread(target=self.report, name="debugging", daemon=True).start()
 
     def refuse_drain(self, problem: str) -> None:
         """Reports that the drain's checkpoint could not be written."""
@@ -187,6 +188,7 @@ class WorkerEnd(Supervision):
                 case messages.Drain():
                     context.drain()
                 case messages.Attach(attachment):
+                    clock.hold("its generation", False)  # a worker that left one by itself may still hold it
                     attacher.attach(attachment)
                 case messages.Update(attachment, paused):
                     clock.hold("its generation", paused)

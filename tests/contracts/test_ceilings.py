@@ -11,8 +11,8 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 # lines of Python in each folder; a comment says why one was raised
 ROOMS = {
     "rolecall": 2210,
-    "rolecall/checkpoint": 2413,  # what members keep
-    "rolecall/context": 3390,  # maps, first answers, what members keep
+    "rolecall/checkpoint": 2420,  # what members keep
+    "rolecall/context": 3430,  # maps, first answers, what members keep
     "rolecall/declare": 1600,  # settings that a program gives, and the module that declares a job
     "rolecall/export": 920,
     "rolecall/gang": 2320,
@@ -33,16 +33,16 @@ ROOMS = {
     "rolecall/observe/sinks": 690,
     "rolecall/observe/stacks": 630,
     "rolecall/observe/trace": 810,
-    "rolecall/rank": 4925,  # effects that raise, pauses, and ends that are noticed before an order
+    "rolecall/rank": 4930,  # effects that raise, pauses, and ends that are noticed before an order
     "rolecall/record": 1380,
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2030,
     "rolecall/weights": 940,
-    "rolecall/wire": 2980,  # serial methods
+    "rolecall/wire": 3000,  # serial methods
 }
 # lines of Python; words of Markdown in docs. docs: maps, members' state, services, tests, debugging,
 # questions to a run's files; a page of ten minutes beside the reference. bench: the programs beside Ray's and Monarch's
-TOTALS = {"tests": 53900, "bench": 9890, "tools": 2050, "docs": 51180}
+TOTALS = {"tests": 53790, "bench": 9890, "tools": 2050, "docs": 51300}
 
 
 def lines(path: Path) -> int:

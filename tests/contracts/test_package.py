@@ -232,7 +232,6 @@ def test_the_readmes_program_runs_without_the_repository(installed: Installed, t
     assert installed.opened == []
 
 
-@pytest.mark.skipif(not shutil.which("uv"), reason="needs uv")
 def test_uv_runs_what_rolecall_new_writes(
     installed: Installed, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -250,7 +249,16 @@ def test_uv_runs_what_rolecall_new_writes(
     paths = {"UV_CACHE_DIR": str(tmp_path / "uv"), "PYTHONPATH": str(installed.folder / "dependencies")}
     options = ("--offline", "--no-index", "--find-links", str(tmp_path), "--python", os.path.realpath(sys.executable))
     ended = commands.run(
-        ["uv", "run", *options, "fresh_job.py", "--rounds", "3", "--checkpoint-dir", "kept"],
+        [
+            Path(sys.executable).with_name("uv"),
+            "run",
+            *options,
+            "fresh_job.py",
+            "--rounds",
+            "3",
+            "--checkpoint-dir",
+            "kept",
+        ],
         cwd=tmp_path / "fresh_job",
         env={**os.environ, **paths},
         timeout=120,

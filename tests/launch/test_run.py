@@ -308,7 +308,6 @@ except rolecall.UsageError as error:
 """
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("nbclient"), reason="needs nbclient and ipykernel")
 def test_a_notebook(tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient

@@ -375,7 +375,6 @@ ENDED = [(1, "crashed", "")]
 
 @pytest.mark.usefixtures("beside")
 def test_pandas_reads_it() -> None:
-    pytest.importorskip("pandas")
     scope = dict[str, Any]()
     exec("".join(examples("python")), scope)
     assert [*scope["curve"].items()] == CURVE
@@ -385,7 +384,8 @@ def test_pandas_reads_it() -> None:
 
 @pytest.mark.usefixtures("beside")
 def test_duckdb_reads_it() -> None:
-    duckdb = pytest.importorskip("duckdb")
+    import duckdb
+
     curve, ended, slow = (duckdb.sql(example).fetchall() for example in examples("sql"))
     assert (curve, ended) == (CURVE, ENDED)
     assert slow == [("hits", "sampler_0", 2, 0.004, 3.0)]

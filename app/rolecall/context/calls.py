@@ -127,8 +127,7 @@ class Calls:
         group = self._group
         deadline = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
         request = Request(method.__name__, args, kwargs, deadline.total, internal=self._internal)
-        if mark.stream:
-            deadline = deadline.running or deadline
+        waits = waits and not self._internal  # a checkpoint is not held up by a member that does not read
         return group.connected.call(name, request, deadline, stream=mark.stream, waits=waits)
 
     # ---- to a role

@@ -103,6 +103,11 @@ class Call:
     def more_seconds(self, now: float, running: float | None, *, known: bool, ready: bool) -> float:
         """What is left of its deadline; 0 if it is late. Its method has been `running` for so long, None if it has not
         begun; that is `known` if the peer has said so. The peer is `ready` if the role's object is there."""
+        if running is not None and self.stream:  # which may run for ever: an item is waited for
+            limit = self.deadline.running or self.deadline
+            more = max(0.0, limit - (now - self.began))
+            self.deadline = self.deadline if more else limit
+            return more
         if running is not None and self.deadline.running:
             self.deadline = self.deadline.running
         deadline = self.deadline

@@ -173,7 +173,7 @@ class Links:
         if call.live:
             if call.state == "examined":  # it has got an item meanwhile
                 call.state = "sent"
-            call.expires = now + call.deadline if call.deadline else math.inf
+            call.began, call.expires = now, now + call.deadline if call.deadline else math.inf
             self.due = min(self.due, call.expires)
 
     def item(self, call: Call) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -118,6 +119,8 @@ def forget_changed(place: str) -> None:
         is_it = module is not None and getattr(module, "__file__", None) == str(path)
         if is_it and _loaded.get(str(path)) not in (None, path.read_bytes()):
             del sys.modules[path.stem]
+            with contextlib.suppress(OSError):  # bytecode is taken for that of a file of the same size and second
+                Path(importlib.util.cache_from_source(str(path))).unlink()
 
 
 def add_folder(folder: Path) -> None:

@@ -13,7 +13,7 @@ ROOMS = {
     "rolecall": 2210,
     "rolecall/checkpoint": 2420,  # what members keep
     "rolecall/context": 3430,  # maps, first answers, what members keep
-    "rolecall/declare": 1600,  # settings that a program gives, and the module that declares a job
+    "rolecall/declare": 1610,  # settings that a program gives, and the module that declares a job
     "rolecall/export": 920,
     "rolecall/gang": 2320,
     "rolecall/inprocess": 1000,  # one process for debugging and tests
@@ -25,7 +25,7 @@ ROOMS = {
     "rolecall/jobs/script": 190,
     "rolecall/launch": 3310,  # how runs from Python end
     "rolecall/life": 1100,  # what rank decided before, and its table of states
-    "rolecall/links": 890,  # the decisions of a map
+    "rolecall/links": 900,  # the decisions of a map
     "rolecall/messages": 580,  # the declarations and codecs of six rooms
     "rolecall/observe": 650,
     "rolecall/observe/doctor": 1080,

@@ -90,3 +90,6 @@ class Drained(BaseException):  # not an Exception: no function of a job takes it
     def __init__(self, step: int) -> None:
         super().__init__(step)
         self.step = step
+
+    def __str__(self) -> str:
+        return f"the job was drained at step {self.step}; the same CHECKPOINT_DIR resumes it"

@@ -10,7 +10,7 @@ MOST_ROOM = 100  # lines, or words, below a ceiling: what was taken away is not 
 
 # lines of Python in each folder; a comment says why one was raised
 ROOMS = {
-    "rolecall": 2210,
+    "rolecall": 2220,
     "rolecall/checkpoint": 2420,  # what members keep
     "rolecall/context": 3430,  # maps, first answers, what members keep
     "rolecall/declare": 1610,  # settings that a program gives, and the module that declares a job

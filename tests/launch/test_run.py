@@ -102,7 +102,7 @@ def test_a_run_in_one_process() -> None:
 
 def test_ctrl_c_drains() -> None:
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(Drained):
+    with pytest.raises(Drained, match="drained at step"):
         rolecall.run(JOB, in_process=True, workers=3)
 
 

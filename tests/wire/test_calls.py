@@ -86,6 +86,7 @@ def test_calls_to_itself(wires: Wires) -> None:
 
 
 def test_a_late_call_is_logged_with_its_peers_stacks(wires: Wires, logged: list[EventDict]) -> None:
+    wires.connect("a", "b")
     with pytest.raises(CallTimeoutError, match=r"b has not answered wait within 0.2 s \(TEST_TIMEOUT=1\)"):
         wires.call("a", "b", "wait", seconds=0.2).result(DEADLINE)
     (event,) = [event for event in logged if event["event"] == "call timed out"]
@@ -275,6 +276,7 @@ def test_the_end_of_a_session_closes_everything(logged: list[EventDict]) -> None
 
 def test_bytes_in_flight_are_bounded(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "MAX_IN_FLIGHT_BYTES", 10_000)
+    wires.connect("a", "b")
     first = wires.call("a", "b", "wait", bytes(8000))
     with pytest.raises(CallTimeoutError, match=r"b has not answered earlier calls of echo within 0\.1 s"):
         wires.call("a", "b", "echo", bytes(8000), seconds=0.1).result(DEADLINE)

@@ -65,7 +65,7 @@ def test_a_worker_of_another_generation_or_job_is_refused(tmp_path: Path, kind: 
     [({"name": "c_0"}, "this is b_0 of tested"), ({"join": 1}, "this is part 2 of b_0 in generation 1, not part 1")],
 )
 def test_another_member_or_part_at_the_address_is_not_taken_for_the_peer(wanted: dict[str, Any], answer: str) -> None:
-    a, b = Worker("a_0", seconds=0.2), Worker("b_0", join=2)
+    a, b = Worker("a_0", seconds=1), Worker("b_0", join=2)
     address = b.address._replace(**wanted)
     a.dialer.addresses[address.name] = address
     with pytest.raises(PeerLostError, match=answer):

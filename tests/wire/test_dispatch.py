@@ -76,6 +76,7 @@ def test_turns_are_taken_one_after_the_other_in_one_thread(wires: Wires) -> None
 
 
 def test_a_turn_that_nobody_waits_for_is_not_taken(wires: Wires) -> None:
+    wires.connect("a", "b")
     first, late = wires.call("a", "b", "turn", "first"), wires.call("a", "b", "turn", "late", seconds=0.1)
     cancelled = wires.call("a", "b", "turn", "cancelled")
     assert cancelled.cancel()
@@ -367,10 +368,10 @@ def test_an_item_is_received_or_taken_back_however_its_call_ends(wires: Wires) -
 
 def test_a_call_that_waits_for_its_place_is_not_late(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "MAX_RUNNING", 2)
-    futures = [wires.call_by_default("a", "b", "nap", 0.1, seconds=0.3) for _ in range(20)]  # a second in all
+    futures = [wires.call_by_default("a", "b", "nap", 0.05, seconds=0.5) for _ in range(40)]  # a second in all
     for future in futures:
         future.result(DEADLINE)
-    assert len(member(wires).seen) == 20  # and none ran twice
+    assert len(member(wires).seen) == 40  # and none ran twice
     running = [wires.call("a", "b", "wait") for _ in range(2)]
     own = wires.call("a", "b", "nap", 0.0, seconds=0.2)
     default = wires.call_by_default("a", "b", "nap", 0.0, seconds=0.2)

@@ -53,6 +53,10 @@ class Blocking:
     """What `b` serves."""
 
     @remote
+    def echo(self, value: int) -> int:
+        return value
+
+    @remote
     def read(self) -> Blocks:
         return Blocks(pickling=False)
 
@@ -122,6 +126,7 @@ def test_a_callback_holds_up_no_loss_and_no_other_call(wires: Wires) -> None:
 
 
 def test_a_callback_holds_up_no_deadline(wires: Wires) -> None:
+    wires.connect("a", "b", "c")
     first, second = (wires.call("a", "b", "hang", seconds=0.1) for _ in range(2))
     first.add_done_callback(lambda _: wait())
     assert isinstance(second.exception(SOON), CallTimeoutError)

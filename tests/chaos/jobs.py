@@ -163,8 +163,16 @@ def _last_rounds_pi(checkpoints: Path) -> Mapping[str, str]:
     return {"POINTS": "10000", "ROUNDS": str(_newest(registry.name_of(PI), checkpoints).step + 100)}
 
 
+def _judge_grpo(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
+    """It has reached its goal, and the checkpoint says so, too."""
+    found = evaluate(GRPO, checkpoints, **given)["accuracy"]
+    return f"accuracy {found:.2%} of {SUMS['GOAL']}", found >= float(SUMS["GOAL"])
+
+
 CART_POLE = "tests.chaos.environments:EndlessCartPole-v0"
 PI = "examples/pi.py"  # a user's own job
+GRPO = "examples/grpo.py"
+SUMS = {"GOAL": "0.9", "UPDATES": "100000000"}
 OFTEN = {"CHECKPOINT_INTERVAL": "1", "REJOIN_INTERVAL": "1"}
 SOLVING = {"ENV_ID": CART_POLE, FINISH: "1"}
 HYBRID = {"NUM_EMBEDDINGS": "100000", "LR": "0.01"}
@@ -208,5 +216,13 @@ SOAKS = {
         judge=_judge_pi,
         least=2,
         most=4,
+    ),
+    GRPO: Soak(
+        counts={"learner": 1, "generator": 2, "reward": 2},
+        hurting={**OFTEN, **SUMS, "GOAL": "2", "THREADS": "1"},
+        finishing=lambda _: SUMS,
+        judge=_judge_grpo,
+        least=1,
+        most=3,
     ),
 }

@@ -9,14 +9,16 @@ from rolecall.gang.protocol import Effect, Heartbeat, Key, RoleSpec, Rules, Verd
 
 
 class Ending:
-    """How a job with `roles` ends."""
+    """How a job with `roles` ends. If it has ended already, those of the `previous` generation that no role counts get a
+    lease from `now` on to say that they are there.
+    """
 
-    def __init__(self, rules: Rules, roles: tuple[RoleSpec, ...]) -> None:
+    def __init__(self, rules: Rules, roles: tuple[RoleSpec, ...], previous: Collection[Key], now: float) -> None:
         self._rules, self._rank0 = rules, (roles[0].name, 0)
         self.finished: dict[str, Any] | None = None  # what rank 0's worker has returned; DONE is not on disk
         self.verdict: Verdict | None = None  # FAILED is not on disk
         self._uninformed = {(role.name, ordinal) for role in roles for ordinal in range(role.count)}
-        self._resumed_at = float("-inf")
+        self._heard_since = now if {*previous} - self._uninformed else float("-inf")
 
     @property
     def effect(self) -> Effect | None:
@@ -39,9 +41,9 @@ class Ending:
 
     def resumed(self, now: float) -> None:
         """This process was suspended: a member may have been restarted since it acknowledged, and gets a lease."""
-        self._resumed_at = now
+        self._heard_since = now
 
     def settled(self, since: float, now: float) -> bool:
         """Whether every member knows of the end at `since`, or had `finish_grace` seconds to learn it."""
-        informed = now - self._resumed_at > self._rules.lease and self._uninformed <= {self._rank0}
+        informed = now - self._heard_since > self._rules.lease and self._uninformed <= {self._rank0}
         return informed or now - since > self._rules.finish_grace

@@ -110,7 +110,7 @@ class Gang:
         self._admission = Admission(self.roles, rules, last, previous, self._events)
         self._budget = RestartBudget(rules, budget or Budget(), now)
         self._epochs = Epochs()
-        self._ending = Ending(rules, roles)
+        self._ending = Ending(rules, roles, previous, now)
         self._leavers = self._roster.leavers
         self._writing: Effect | None = None
         self._ticked = self._tick_at = self._writing_since = now

@@ -278,7 +278,7 @@ class Supervisor(Process):
             return
         now, life = self.now, self.workers.worker
         self._ticks += 1
-        for number, worker in self.processes.items() if self._ticks % REPORT_TICKS == 0 else ():
+        for number, worker in [*self.processes.items()] if self._ticks % REPORT_TICKS == 0 else ():
             if worker.exists and not worker.frozen and worker.up.is_empty:
                 self.perform(self.workers.received(number, messages.Report(worker.step), now))
         self.obey(self.member.tick(now, life.last_heartbeat if life else None))

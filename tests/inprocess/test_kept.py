@@ -17,6 +17,7 @@ from rolecall.checkpoint import kept, shardfile
 from rolecall.checkpoint.checkpoint import KEPT, newest_first, pack, read
 from rolecall.checkpoint.shardfile import Column
 from rolecall.inprocess.run import InProcessRun, run_in_process
+from rolecall.record import rundir
 from tests.checkpoint import forged
 from tests.inprocess.jobs import Lead, Workers
 
@@ -284,6 +285,8 @@ def test_population_based_training_survives_kills(tmp_path: Path) -> None:
 
     def hurt(here: InProcessRun) -> None:
         def kills() -> None:
+            while not rundir.saved(tmp_path) and not ended.wait(0.01):
+                pass  # a generation that has trained counts
             for name in ("trainer_1", "lead_0", "trainer_2", "lead_0"):
                 while not ended.wait(0.2):
                     with contextlib.suppress(UsageError):  # it has no worker now

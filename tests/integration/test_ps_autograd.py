@@ -69,7 +69,7 @@ def _overlap(tell: Any) -> list[tuple[float, int, int]]:
 
 def test_passes_that_overlap_have_the_gradients_of_the_parameters_they_began_with() -> None:
     """What the tutorial checks: the context has gradients at the server. And what it cannot do: a step in between."""
-    passes = ranks.run(["trainer", "server"], _overlap, deadline=60)
+    passes = ranks.run(["trainer", "server"], _overlap, deadline=120)
     assert [version for _, version, _ in passes] == [7, 8]
     assert [held for *_, held in passes] == [4, 4]  # two layers' weights and biases
     assert max(error for error, *_ in passes) < 1e-5

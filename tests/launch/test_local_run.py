@@ -24,7 +24,7 @@ from rolecall.launch.local import LocalRun
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
 from rolecall.record import rundir
 
-DEADLINE = 60  # seconds; a fail-safe
+DEADLINE = 120  # seconds; a fail-safe
 # ends at SIGTERM, also at one between the line of its output and its wait
 ENDS = """
 import os, signal, sys

@@ -215,7 +215,7 @@ def test_what_passes_by_is_no_plain_text_and_of_no_use_later(ranks: Ranks) -> No
 
 
 def test_half_a_link_is_closed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "HELLO_SECONDS", 1.0)
+    monkeypatch.setattr(connecting, "HELLO_SECONDS", 3.0)
     pair, port = Pair(ranks), ranks[0].port
 
     def half(direction: Literal["out", "back"], link: str) -> str:

@@ -77,6 +77,10 @@ class Blocking:
         return 1
 
     @remote
+    def tell(self) -> None:
+        GO.set()
+
+    @remote
     def at_once(self) -> int:
         return 1
 
@@ -132,6 +136,17 @@ def test_a_callback_holds_up_no_deadline(wires: Wires) -> None:
     assert isinstance(second.exception(SOON), CallTimeoutError)
     assert isinstance(wires.call("a", "c", "wait", seconds=0.1).exception(SOON), CallTimeoutError)
     wires.members["c"].go.set()
+
+
+def test_a_call_that_comes_after_the_end_starts_no_thread(wires: Wires) -> None:
+    before = {*threading.enumerate()}
+    wires.connect("a", "b")
+    dispatcher = wires.wires["b"].dispatcher
+    dispatcher.close()
+    wires.call("a", "b", "quick")
+    wires.call("a", "b", "tell")
+    assert GO.wait(DEADLINE)  # the second is taken after the first
+    assert not [each for each in {*threading.enumerate()} - before if each.name == "remote async"]
 
 
 def test_a_callback_holds_up_no_end_of_a_session(wires: Wires) -> None:

@@ -9,8 +9,8 @@ from rolecall.gang.protocol import Effect, Heartbeat, Key, RoleSpec, Rules, Verd
 
 
 class Ending:
-    """How a job with `roles` ends. If it has ended already, those of the `previous` generation that no role counts get a
-    lease from `now` on to say that they are there.
+    """How a job with `roles` ends. If it has ended already, those of the `previous` generation that no role counts
+    get a lease from `now` on to say that they are there.
     """
 
     def __init__(self, rules: Rules, roles: tuple[RoleSpec, ...], previous: Collection[Key], now: float) -> None:

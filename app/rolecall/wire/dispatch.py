@@ -375,6 +375,8 @@ class Dispatcher:
     def _submit(self, call: Call, method: Callable[..., Any], ended: Callable[[], object] | None = None) -> None:
         """Has the event loop run an async method. Calls `ended` once it has ended, perhaps twice."""
         with self._lock:
+            if self._closed:
+                return
             if self._loop is None:
                 loop = asyncio.new_event_loop()
                 if apart.start("remote async", self._run_loop, loop):

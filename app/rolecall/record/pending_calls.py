@@ -23,11 +23,9 @@ class PendingCall:
 
 def this_thread() -> int:
     """The native ID of this thread."""
-    try:
-        number: int = _threads.number
-    except AttributeError:  # asked once a thread: it is a system call
-        number = _threads.number = threading.get_native_id()
-    return number
+    if not hasattr(_threads, "number"):  # asked once a thread: it is a system call
+        _threads.number = threading.get_native_id()
+    return int(_threads.number)
 
 
 def report(calls: Iterable[PendingCall], now: float) -> list[Reported]:

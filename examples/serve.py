@@ -23,12 +23,15 @@ class Model:
     @remote(idempotent=True)  # called again at another model, if this one is lost
     def predict(self, rows: list[list[float]]) -> list[float]:
         with torch.inference_mode():
-            return self.network(torch.tensor(rows, dtype=torch.float))[:, 0].tolist()
+            return self.network(torch.tensor(rows, dtype=torch.float).reshape(-1, 2))[:, 0].tolist()
 
 
 async def serve(context: Context[Serve]) -> None:
     async def predict(request: web.Request) -> web.Response:
-        rows = await request.json()
+        try:
+            rows = [[float(x), float(y)] for x, y in await request.json()]
+        except (ValueError, TypeError, OverflowError) as error:
+            return web.Response(text=f"send rows of two numbers, such as [[1, 2]]: {error}\n", status=400)
         while True:
             try:
                 return web.json_response(await context.call_any(Model.predict, rows))

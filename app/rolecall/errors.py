@@ -16,12 +16,19 @@ BaseException
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 CRASHED = 1  # this rank cannot go on: whoever started it starts it again; Python's own, for an uncaught exception
 USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable rank 0
 FAILED = 3  # the job failed, for every rank: starting it again would not help
 UNSAVED = 4  # the job finished, and its result could not be saved
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean hits?)` for the one of `known` that is close to `name`; empty if none is."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 class UsageError(Exception):

@@ -38,7 +38,7 @@ ROOMS = {
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2030,
     "rolecall/weights": 940,
-    "rolecall/wire": 3000,  # serial methods
+    "rolecall/wire": 3020,  # serial methods, and what they wait for
 }
 # lines of Python; words of Markdown in docs. docs: maps, members' state, services, tests, debugging,
 # questions to a run's files; a page of ten minutes beside the reference. bench: the programs beside Ray's and Monarch's

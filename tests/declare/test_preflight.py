@@ -70,6 +70,11 @@ def look(line: str) -> None:
         ("list(context.call_each(Tally.add))", "Tally.add(self, n, *, twice=False): missing a required argument: 'n'"),
         ("context.call_any(Tally.add, 1, 2)", "Tally.add(self, n, *, twice=False): too many positional arguments"),
         ("context.call(other, Tally.add, 1, no=2)", "Tally.add(self, n, *, twice=False): got an unexpected keyword"),
+        ("context.call_all(Tally.ad)", "Tally has no method 'ad' (did you mean add?)"),
+        (
+            "context.call_all(Tally.add, twce=True)",
+            "Tally.add(self, n, *, twice=False): got an unexpected keyword argument 'twce' (did you mean twice?)",
+        ),
         ("context.call_all(lambda: 1)", "<lambda> is no method of a role's class"),
         ("context.options(lost='skip').call_any(change)", "change is no method of a role's class"),
         ("other.options(lost='skip').call_all(Tally.add)", "Tally.add(self, n, *, twice=False): missing a required"),

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
+import pytest
+
 from rolecall.declare import describe
 from rolecall.inprocess.run import InProcessRun, run_in_process
 from tests.ports import free_ports
@@ -87,6 +89,10 @@ def test_no_request_fails_while_members_are_killed_replaced_and_scaled(tmp_path:
                     run.kill(name)
                     load.more()
                     load.wait_ready()
+                for bad in (b"[[1, 2]", b"[[1, 2], [3]]", b'[["a", 2]]', b"3"):
+                    with pytest.raises(HTTPError, match="400"):
+                        load.request("/predict", bad)
+                assert load.request("/predict", b"[]") == b"[]"
                 assert load.request("/replace", b"") == b"3 replaced\n"
                 for models in (5, 1):
                     run.scale("model", models)

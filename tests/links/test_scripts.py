@@ -13,7 +13,7 @@ read the difference.
     lose b epoch=1 PROBLEM | joined b epoch=2 | forget b | listen b | end PROBLEM
     answered 1 | cancelled 1 | written 1 | answered 1 by=L2
     item 1 | expect 1                   the reader of a stream takes an item, and waits for one
-    examined 1:running=3s 2 served      the peer says what its calls do: 2 has not begun
+    examined 1:running=3s 2 served      the peer says what its calls do: 2 has not begun; also because=WORD, a reason
     unexamined 1                        it says nothing
     wait 2s                             time passes
 """
@@ -174,10 +174,12 @@ class World:
         self.links.expect(self.calls[int(number)], self.now)
 
     def _examined(self, *words: str) -> Batch:
-        said = [word.partition(":running=") for word in words if word != "served"]
+        because = next((word.removeprefix("because=") for word in words if word.startswith("because=")), "")
+        said = [word.partition(":running=") for word in words if word[0].isdigit()]
         running = [seconds_of(seconds) if seconds else None for _, _, seconds in said]
         calls = [self.calls[int(number)] for number, _, _ in said]
-        return self.links.examined(calls, Examined(tuple(running), "served" in words, {}), self.now)
+        examined = Examined(tuple(running), "served" in words, {}, (because,) * len(calls))
+        return self.links.examined(calls, examined, self.now)
 
     def _unexamined(self, *numbers: str) -> Batch:
         return self.links.examined([self.calls[int(number)] for number in numbers], None, self.now)

@@ -284,7 +284,8 @@ class Session:
         callee, now = calls[0].link.callee, self.clock.now
         begun = [callee._running.get((call.link, call.number)) for call in calls]
         running = tuple(None if since is None else now - since for since in begun)
-        self.take(self.core.examined(calls, Examined(running, callee.serves, {}) if there else None, self.worker.now))
+        said = Examined(running, callee.serves, {}, ("",) * len(calls)) if there else None
+        self.take(self.core.examined(calls, said, self.worker.now))
 
     # -- connections
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rolecall.errors import CallTimeoutError, Drained, RemoteError, UsageError
+from rolecall.links.calls import Examined
 from rolecall.wire import dispatch
 from rolecall.wire.codec import encode
 from rolecall.wire.dispatch import STREAM_CREDITS
@@ -113,6 +114,24 @@ def test_serial_calls_run_one_at_a_time_in_the_order_in_which_they_came(wires: W
     assert member(wires).most_inside == 1
     for caller in ("a", "b"):
         assert [number for mark, number, _ in member(wires).seen if mark == caller] == list(range(150))
+
+
+def test_members_that_wait_for_each_others_turn_say_so(wires: Wires) -> None:
+    calls = [wires.call("a", name, "alone_behind", other, last=False) for name, other in (("a", "b"), ("b", "a"))]
+    for each in wires.members.values():
+        assert each.entered.acquire(timeout=DEADLINE)
+        each.go.set()
+    with pytest.raises(CallTimeoutError, match=r"behind alone_behind, which waits for a.alone_behind: a deadlock\?"):
+        wires.call("a", "b", "alone", seconds=0.1).result(DEADLINE)
+    examine = Request("examine", ("a", ((2, "alone_behind"),)), {}, DEADLINE, internal=True)  # a's second call
+
+    def reason() -> str:
+        said = Examined(*wires.wires["a"].call("b", examine, Deadline(DEADLINE)).result(DEADLINE))
+        return said.reasons[0]
+
+    behind = "waits for a.alone_behind, and a call of alone_behind by a waits for its turn behind it: a deadlock?"
+    until(lambda: reason() == behind, "the other call")
+    assert not any(call.done() for call in calls)
 
 
 def test_a_serial_call_that_nobody_waits_for_makes_room_once_it_has_ended(wires: Wires) -> None:
@@ -282,7 +301,7 @@ def test_what_cannot_be_pickled_or_read_fails_its_call_alone(wires: Wires) -> No
     with pytest.raises(RemoteError, match="b raised ZeroDivisionError"):
         wires.call("a", "b", "echo", Mischief(False)).result(DEADLINE)
     member(wires).later.set_result(Mischief(True))
-    with pytest.raises(RemoteError, match=r"b: Member.postponed .*wires.py:\d+. returns .* a Mischief: ZeroDiv"):
+    with pytest.raises(UsageError, match=r"b: Member.postponed .*wires.py:\d+. returns .* a Mischief: ZeroDiv"):
         wires.call("a", "b", "postponed").result(DEADLINE)
     wires.members["b"].later = Future()
     member(wires).later.set_result(Mischief(False))

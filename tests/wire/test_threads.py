@@ -16,10 +16,9 @@ from rolecall.links import effects, links
 from rolecall.links.effects import Batch
 from rolecall.wire import apart
 from rolecall.wire.codec import encode
-from rolecall.wire.dispatch import Handover
 from rolecall.wire.frames import FrameReader, FrameWriter, Kind
 from rolecall.wire.link import Sockets
-from rolecall.wire.messages import Deadline, Request
+from rolecall.wire.messages import Deadline, Handover, Request
 from tests.wire.wires import DEADLINE, Wires, until
 
 SOON = DEADLINE / 4  # in which what is not held up has come

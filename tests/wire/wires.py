@@ -14,11 +14,12 @@ from typing import Any
 
 from rolecall import remote
 from rolecall.errors import PeerLostError
+from rolecall.record.pending_calls import Reported
 from rolecall.wire.calls import Wire
-from rolecall.wire.dispatch import Dispatcher, Handover
+from rolecall.wire.dispatch import Dispatcher
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.link import Sockets
-from rolecall.wire.messages import Deadline, Request
+from rolecall.wire.messages import Deadline, Handover, Request
 from rolecall.wire.session import Session
 
 DEADLINE = 20.0
@@ -41,6 +42,7 @@ class Member:
         self.closed = threading.Event()
         self.later: Future[Any] = Future()
         self.inside = self.most_inside = 0  # of methods that run alone
+        self.calls = list[Reported]()  # that it makes
 
     @remote
     def echo(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +118,16 @@ class Member:
                 await asyncio.sleep(DEADLINE)
             finally:
                 await asyncio.sleep(0.1)  # it cleans up
+
+    @remote(serial=True)
+    def alone_behind(self, other: str, last: bool = True) -> None:
+        """Calls `other`, unless it is the `last`."""
+        assert self.wires is not None
+        self.calls.append((other, "alone_behind", 1.0, threading.get_native_id()))
+        self.entered.release()
+        self.go.wait(DEADLINE)
+        if not last:
+            self.wires.call(self.me, other, "alone_behind", self.me).result(DEADLINE)
 
     @contextlib.contextmanager
     def _alone(self, mark: Any) -> Iterator[None]:
@@ -200,7 +212,7 @@ class Wires:
         return Wire(
             name,
             lambda peer, join: self.sockets(name, peer),
-            Dispatcher(name),
+            Dispatcher(name, pending=lambda: self.members[name].calls),
             max_message_bytes=limit,
             lost=lambda peer, join, error: self.lost.append(peer),
             session=Session(),

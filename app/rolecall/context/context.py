@@ -96,7 +96,7 @@ class Context(Calls, Training, Generic[S]):
         self.kept_states = KeptStates(self) if checkpoints else None
         offered = self.services, group.queues, self.shares, self.weights.holdings, self.weights.registry
         mine = [self.kept_states] if self.kept_states else []
-        self.dispatcher = Dispatcher(self.me.name, *offered, SharedArguments(), *mine)
+        self.dispatcher = Dispatcher(self.me.name, *offered, SharedArguments(), *mine, pending=watchdog.long_calls)
 
     # ---- identity and peers
 

@@ -13,9 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from rolecall.declare.remote import remote
 from rolecall.errors import UsageError
-from rolecall.wire.dispatch import Handover
 from rolecall.wire.future import Future
-from rolecall.wire.messages import Deadline, Request
+from rolecall.wire.messages import Deadline, Handover, Request
 
 T = TypeVar("T")
 Pending = concurrent.futures.Future[Any]

@@ -182,7 +182,10 @@ class Watchdog:
             in_phase = not self._ready or any(entry.thread == thread for entry in self._phases)
         if in_phase and self._phase_timeout > rpc_timeout:
             return _deadline("PHASE_TIMEOUT", self._phase_timeout, self._phase_timeout, True)
-        return _deadline("RPC_TIMEOUT", rpc_timeout, self._phase_timeout, True, self._stuck_seconds)
+        setting, stuck = "RPC_TIMEOUT", self._stuck_seconds
+        if stuck < rpc_timeout:  # it asks for less than a call has
+            setting = f"STUCK_SECONDS={stuck:g} is below {setting}"
+        return _deadline(setting, rpc_timeout, self._phase_timeout, True, stuck)
 
     def called(self, timeout: float, to: str = "", method: str = "") -> PendingCall:
         """A call of `method` at the peer `to` was sent, which ends within `timeout` seconds unless that is 0. Returns

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 from rolecall.config import Settings
 from rolecall.declare import registry
 from rolecall.declare.spec import Job
-from rolecall.errors import UsageError
+from rolecall.errors import UsageError, did_you_mean
 from rolecall.fields import is_secret
 
 # secrets, and what `rolecall run` decides for each rank
@@ -94,8 +93,7 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
     if unknown:
         flag = unknown[0].partition("=")[0]
         known = [option for action in takes._actions for option in action.option_strings]
-        close = difflib.get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.8)
-        meant = f" (did you mean {close[0]}?)" if close else ""
+        meant = did_you_mean(flag.replace("_", "-"), known)
         raise UsageError(f"{flag}: no such flag{meant}; `rolecall run {target} --help` lists them")
     given = vars(parsed)
     require_known(job, filter(None, given.pop("given_settings").split(",")))
@@ -113,8 +111,7 @@ def require_known(job: Job, names: Iterable[str]) -> None:
     known = {*job.settings.model_fields} - {*NO_FLAG}
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            raise UsageError(f"{name}=: the job has no such setting{f' (did you mean {close[0]}?)' if close else ''}")
+            raise UsageError(f"{name}=: the job has no such setting{did_you_mean(name, known)}")
 
 
 def parser(job: Job, target: str) -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from rolecall.declare import loader, sources
 from rolecall.declare.remote import remote_of, require_remote
 from rolecall.declare.spec import Job
-from rolecall.errors import UsageError
+from rolecall.errors import UsageError, did_you_mean
 
 # Context's methods that call a peer's, and which argument names that
 CALLS = {"call": 1, "call_each": 0, "call_all": 0, "call_any": 0}
@@ -74,15 +74,27 @@ def _check_call(call: ast.Call, kind: type, name: str, at: int) -> None:
     if not inspect.isfunction(method):
         if isinstance(kind.__getattribute__, FunctionType) or method is not None:
             return
-        raise UsageError(f"{kind.__name__} has no method {name!r}")
+        raise UsageError(f"{kind.__name__} has no method {name!r}{did_you_mean(name, _remote_names(kind))}")
     require_remote(method)
     if any(isinstance(each, ast.Starred) for each in call.args) or any(each.arg is None for each in call.keywords):
         return  # how many there are is not known
     signature = loader.signature(method)
+    names = {each.name for each in signature.parameters.values() if each.kind != each.VAR_POSITIONAL}
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in signature.parameters.values())
+    for keyword in call.keywords:
+        if keyword.arg not in names and not takes_any:
+            meant = did_you_mean(str(keyword.arg), names)
+            raise UsageError(
+                f"{method.__qualname__}{signature}: got an unexpected keyword argument {keyword.arg!r}{meant}"
+            )
     try:
         signature.bind(None, *call.args[at:], **{str(each.arg): each.value for each in call.keywords})
     except TypeError as error:
         raise UsageError(f"{method.__qualname__}{signature}: {error}") from None
+
+
+def _remote_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if remote_of(inspect.getattr_static(kind, name)) is not None]
 
 
 def _bound(node: ast.AST) -> list[str]:

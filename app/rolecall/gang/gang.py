@@ -213,7 +213,8 @@ class Gang:
             return  # a worker of an earlier part
         if worker.state != "ended" and not (worker.state == "ready" and worker.outcome == "lost"):
             return  # one that is ready and lost has left by itself, for a lost peer or a silent rank 0
-        if not self._live(key) and not self.generation.was_unreachable(key, heartbeat):
+        reports_late = worker.outcome == "stuck" or self.generation.was_unreachable(key, heartbeat)
+        if not self._live(key) and not reports_late:
             return
         if key == self.rank0 and worker.outcome == "drained":
             self._stop("drained", self.reason or "drained", now)

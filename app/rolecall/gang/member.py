@@ -285,7 +285,9 @@ class Member:
         self.retries += 1
         silence, lease = now - self.contact, self.rules.lease
         limit, (address, port) = self.rules.rejoin_timeout, self._rank0
-        if self.retries == 1:
+        if self.leaving or self.acknowledged:
+            pass  # rank 0 may have ended, for a known reason
+        elif self.retries == 1:
             self._noted_at, rank0 = now, f"{address}:{port}"
             self._note("rank 0 cannot be reached, retrying", address=rank0, problem=problem, deadline_s=limit)
         elif now - self._noted_at > LOG_REPEAT_SECONDS:

@@ -82,8 +82,8 @@ class Call:
             return math.inf
         return deadline + deadline.wait if deadline.from_begin else float(deadline)
 
-    def late_error(self, *, begun: bool) -> CallTimeoutError:
-        """Its error, if its method has `begun` or not."""
+    def late_error(self, *, begun: bool, reason: str = "") -> CallTimeoutError:
+        """Its error, if its method has `begun` or not, with the `reason` that the peer gives."""
         deadline, setting = self.deadline, self.deadline.setting
         seconds = float(deadline)
         if not begun and deadline.wait:
@@ -91,7 +91,8 @@ class Call:
         why = f"{setting}; it has not begun"
         if begun:
             why = f"{setting}; options(timeout=) gives it more" if deadline.from_begin else setting
-        return CallTimeoutError(f"{self.to} has not answered {self.method} within {seconds:g} s ({why})")
+        reason = f": it {reason}" if reason else ""
+        return CallTimeoutError(f"{self.to} has not answered {self.method} within {seconds:g} s ({why}){reason}")
 
     def queued_error(self) -> CallTimeoutError:
         """Its error, if there was no room for it in time."""
@@ -121,11 +122,12 @@ class Call:
 
 class Examined(NamedTuple):
     """What a peer says of calls: for how many seconds each has run (None: it waits, or is not there), whether the
-    role's object is there yet, and the stacks of each method."""
+    role's object is there yet, the stacks of each method, and what each call waits for, if that is known."""
 
     running: tuple[float | None, ...]
     served: bool
     stacks: dict[str, str]
+    reasons: tuple[str, ...]
 
 
 def frozen_error(late: CallTimeoutError) -> PeerLostError:

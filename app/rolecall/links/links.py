@@ -434,7 +434,8 @@ class Links:
                 late.setdefault((call.method, said is None or runs is not None), []).append(call)
         for (_, begun), each in late.items():
             if ended := [call for call in each if call.live]:
-                error = ended[0].late_error(begun=begun)
+                reason = said.reasons[calls.index(ended[0])] if said else ""
+                error = ended[0].late_error(begun=begun, reason=reason)
                 self.effects.append(effects.Late(tuple(ended), said))
                 self._fail_late(ended, error if said else frozen_error(error), reads=said is not None)
             self._admit(self._peers[each[0].to], now)

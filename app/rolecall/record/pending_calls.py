@@ -18,10 +18,14 @@ class PendingCall:
 
     def __init__(self, to: str, method: str, since: float, deadline: float) -> None:
         self.to, self.method, self.since, self.deadline = to, method, since, deadline
-        try:
-            self.thread: int = _threads.number
-        except AttributeError:  # asked once a thread: the native ID is a system call
-            self.thread = _threads.number = threading.get_native_id()
+        self.thread = this_thread()
+
+
+def this_thread() -> int:
+    """The native ID of this thread."""
+    if not hasattr(_threads, "number"):  # asked once a thread: it is a system call
+        _threads.number = threading.get_native_id()
+    return int(_threads.number)
 
 
 def report(calls: Iterable[PendingCall], now: float) -> list[Reported]:

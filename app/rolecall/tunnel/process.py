@@ -274,6 +274,8 @@ class Tunnel:
 
     def _log_unreachable(self, peer: Destination, error: BaseException) -> None:
         level = "warning" if isinstance(error, StrangerError | ssl.SSLError) else "info"
+        if isinstance(error, ConnectionRefusedError):
+            level = "debug"  # its rank has ended, which the gang says
         place, problem = f"{peer.name} at {peer.host}:{peer.port}", str(error) or type(error).__name__
         self._log(place, "a peer's tunnel cannot be reached", level, peer=place, problem=problem)
 

@@ -12,42 +12,33 @@ import time
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from rolecall.declare import loader
 from rolecall.declare.remote import MARK, Remote, find, remote, serial_names
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.links.calls import Examined
+from rolecall.record.pending_calls import Reported, this_thread
 from rolecall.record.recorder import NOOP, NoopSpan, Span
 from rolecall.wire import apart, clock, tracing
 from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
-from rolecall.wire.messages import MAX_RUNNING, Failure, Request, pickled
+from rolecall.wire.messages import MAX_RUNNING, Failure, Handover, Request, pickled
 from rolecall.wire.serial import Line
 from rolecall.wire.session import belongs_to, serving
 
-T = TypeVar("T")
 STREAM_CREDITS = 16  # items of a stream that may be on their way
 MAX_STREAMS = 1024  # that a worker serves at a time, a thread each; a further one is refused
 MAX_UNREAD = 64  # answers that one caller has not read; its further calls wait
 MAX_UNREAD_BYTES = 128 * 2**20  # of them
 MAX_STACKS_CHARS = 8_000
 _loops = weakref.WeakSet[asyncio.AbstractEventLoop]()  # that run `async` methods
-
-
-@dataclass(frozen=True)
-class Handover(Generic[T]):
-    """The answer of an async method whose receipt the caller confirms. If it never does, `undo` is called, from any
-    thread."""
-
-    value: T
-    undo: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -65,6 +56,7 @@ class Call:
     undo: Callable[[], None] | None = None  # of an answer whose receipt is not confirmed
     has_slot: bool = False  # it is one of the MAX_RUNNING
     begun: float | None = None  # when its method was called
+    thread: int = 0  # that has called it
 
     @property
     def given_up(self) -> bool:
@@ -84,10 +76,11 @@ class Call:
 
 class Dispatcher:
     """Runs calls of `internals`, this worker's own services, and of the role's object once `serve` has named it. `me`
-    is this member's name. It lives as long as the worker, whatever generation the calls come from."""
+    is this member's name, and `pending` gives the calls that it makes. It lives as long as the worker, whatever
+    generation the calls come from."""
 
-    def __init__(self, me: str, *internals: object) -> None:
-        self._me, self._internals = me, [*internals, self]
+    def __init__(self, me: str, *internals: object, pending: Callable[[], Sequence[Reported]] = tuple) -> None:
+        self._me, self._internals, self._pending = me, [*internals, self], pending
         self._target: object | None = None
         self._serial = frozenset[str]()  # its methods that run one at a time
         self._refusal = ""  # why there is no target
@@ -138,12 +131,13 @@ class Dispatcher:
     @remote
     def examine(self, caller: str, asked: tuple[tuple[int, str], ...]) -> Examined:
         """What calls of the member `caller` do, which have a number and a method each."""
-        calls = {call.number: call for call in list(self._calls.values()) if call.link.peer == caller}
-        now = clock.now()
-        begun = [calls[number].begun if number in calls else None for number, _ in asked]
-        served = self._target is not None or bool(self._refusal)
+        known = {call.number: call for call in list(self._calls.values()) if call.link.peer == caller}
+        calls = [known.get(number) for number, _ in asked]
+        now, pending = clock.now(), self._pending()
         stacks = {method: stacks_of(method) for method in {method for _, method in asked}}
-        return Examined(tuple(None if each is None else now - each for each in begun), served, stacks)
+        running = tuple(now - call.begun if call and call.begun is not None else None for call in calls)
+        reasons = tuple(self._line.reason(call, pending) if call else "" for call in calls)
+        return Examined(running, self._target is not None or bool(self._refusal), stacks, reasons)
 
     # ---- what arrives
 
@@ -353,7 +347,7 @@ class Dispatcher:
     ) -> concurrent.futures.Future[Any] | None:
         """Calls a method. Returns the future that it has returned, if it has. `waits`: see `_answer`."""
         request = call.request
-        call.begun = clock.now()
+        call.begun, call.thread = clock.now(), this_thread()
         token = serving.set(call.link.session)
         try:
             with tracing.serving(request, waited_ns) as span:
@@ -390,7 +384,7 @@ class Dispatcher:
         answers_here = threading.Event()  # what answers the call was added before its end, and so runs in the loop
 
         async def run() -> Any:
-            call.begun = clock.now()
+            call.begun, call.thread = clock.now(), this_thread()
             if ended and call.cancelled:  # it may have ended for others already
                 ended()
                 raise asyncio.CancelledError
@@ -540,10 +534,9 @@ class Dispatcher:
         if method is not None:
             code = inspect.unwrap(method).__code__
             name, place = method.__qualname__, f" ({loader.shown(Path(code.co_filename))}:{code.co_firstlineno})"
-        failure = self._failure(error)
-        what = failure.text.removeprefix(f"{self._me} raised ")
+        what = self._failure(error).text.removeprefix(f"{self._me} raised ")
         text = f"{self._me}: {name}{place} returns what cannot be pickled, a {type(value).__name__}: {what}"
-        return failure._replace(text=text)
+        return Failure(UsageError.__name__, text)
 
     def _failure(self, error: BaseException) -> Failure:
         report = traceback.TracebackException(type(error), error, None)

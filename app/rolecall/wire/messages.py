@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rolecall.errors import CallError, CallTimeoutError, PeerLostError, RemoteError, RemoteTraceback, UsageError
 from rolecall.links.calls import Deadline as Deadline
 
+T = TypeVar("T")
 MAX_RUNNING = 64  # calls that a worker carries out at a time; further ones wait
 EXAMINE_SECONDS = 2.0  # that a call may take past its deadline, to ask the peer what it does
 MAX_ERROR_BYTES = 64 * 1024  # of a pickled exception
@@ -34,6 +37,15 @@ class Request(NamedTuple):
     seconds: float
     internal: bool = False
     trace: tuple[str, str, str, Carrier | None] | None = None
+
+
+@dataclass(frozen=True)
+class Handover(Generic[T]):
+    """The answer of an async method whose receipt the caller confirms. If it never does, `undo` is called, from any
+    thread."""
+
+    value: T
+    undo: Callable[[], None]
 
 
 class Failure(NamedTuple):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from rolecall.record.pending_calls import Reported
 from rolecall.wire import apart
 
 
@@ -70,3 +71,21 @@ class Line:
             goes_on = bool(self._waiting) and self._runner != threading.get_ident()
         if goes_on:
             apart.run(self.run)
+
+    def reason(self, call: Any, pending: Sequence[Reported]) -> str:
+        """What `call` waits for, as far as it is known: its turn, and a call of those that are `pending` here. Two
+        members whose calls wait for each other's turn are a deadlock, unless another thread answers."""
+        with self._lock:
+            running, waiting = self._running, [*self._waiting]
+        in_turn = running is not None and call in waiting
+        thread = running.thread if in_turn else call.thread
+        to, method = next(((to, method) for to, method, _, caller in pending if caller == thread), ("", ""))
+        behind = f"waits for its turn behind {running.request.method}" if in_turn else ""
+        if not to:
+            return behind
+        theirs = [each.request.method for each in waiting if each.link.peer == to and not each.given_up]
+        if theirs and call is running:
+            other = theirs[0]
+            return f"waits for {to}.{method}, and a call of {other} by {to} waits for its turn behind it: a deadlock?"
+        text = f"{behind}, which waits for {to}.{method}" if behind else f"waits for {to}.{method}"
+        return f"{text}: a deadlock?" if behind and to == call.link.peer else text

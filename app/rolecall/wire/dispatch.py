@@ -368,19 +368,6 @@ class Dispatcher:
 
     def _submit(self, call: Call, method: Callable[..., Any], ended: Callable[[], object] | None = None) -> None:
         """Has the event loop run an async method. Calls `ended` once it has ended, perhaps twice."""
-        with self._lock:
-            if self._closed:
-                return
-            if self._loop is None:
-                loop = asyncio.new_event_loop()
-                if apart.start("remote async", self._run_loop, loop):
-                    self._loop = loop
-                    _loops.add(loop)
-        if self._loop is None:
-            loop.close()
-            self._end(call, Failure(UsageError.__name__, f"{self._me}: {apart.TOO_MANY}"))
-            return
-
         answers_here = threading.Event()  # what answers the call was added before its end, and so runs in the loop
 
         async def run() -> Any:
@@ -400,11 +387,22 @@ class Dispatcher:
                 answers_here.wait()  # for a moment
                 return value
 
-        try:
-            with self._lock:
-                if self._closed:
-                    return
+        with self._lock:
+            if self._closed:
+                return
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                if apart.start("remote async", self._run_loop, loop):
+                    self._loop = loop
+                    _loops.add(loop)
+                else:
+                    loop.close()
+            if self._loop:
                 call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        if call.coroutine is None:
+            self._end(call, Failure(UsageError.__name__, f"{self._me}: {apart.TOO_MANY}"))
+            return
+        try:
             if call.cancelled:
                 call.coroutine.cancel()
             if ended:  # one that is cancelled before it begins never does

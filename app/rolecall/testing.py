@@ -13,7 +13,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ import pytest
 
 if TYPE_CHECKING:
     from rolecall.declare.spec import Job
-    from rolecall.inprocess.run import InProcessRun
+    from rolecall.launch.run import Run
 
 RUN_SECONDS = 300.0  # for a run in ranks of their own
 END_SECONDS = 10.0  # for what a run has started to end after it
@@ -52,12 +53,12 @@ class FinishedRun:
 
 
 class Kills:
-    """Kills members by `kill`, which raises UsageError for one without a worker, once rank 0 has made their steps."""
+    """Kills members of a run, once rank 0 has made their steps."""
 
     def __init__(self, steps: Mapping[str, int]) -> None:
         self._due = dict(steps)
         self.done: list[str] = []
-        self.kill: Callable[[str], object] = self.done.append  # until there is a run
+        self.run: Future[Run] = Future()
 
     def stepped(self, step: int) -> None:
         """Rank 0 has made `step`."""
@@ -65,7 +66,7 @@ class Kills:
 
         for member in [member for member, due in self._due.items() if step >= due]:
             with contextlib.suppress(UsageError):  # it is being started: at the next step
-                self.kill(member)
+                self.run.result(END_SECONDS).kill(member)
                 del self._due[member]
                 self.done.append(member)
 
@@ -102,7 +103,7 @@ class RunJob:
         settings = {"checkpoint_dir": self._folder / f"run-{self._count}", **settings}
         todo, directory = Kills(kills or {}), Path(settings["checkpoint_dir"])
         with _nothing_left():
-            (_run_here if in_process else _run_ranks)(job, settings, todo)
+            _run(job, settings, in_process, todo)
         todo.require_done()
         return FinishedRun(directory, json.loads((directory / "summary.json").read_text()), tuple(todo.done))
 
@@ -116,31 +117,17 @@ def run_job(tmp_path: Path) -> RunJob:
 # ---- the run
 
 
-def _run_here(job: Job | str | Path, settings: dict[str, Any], kills: Kills) -> None:
-    from rolecall import config
-    from rolecall.declare import registry
-    from rolecall.inprocess.run import run_in_process
-
-    declared = registry.get(str(job)) if isinstance(job, str | Path) else job
-
-    def started(run: InProcessRun) -> None:
-        kills.kill, run.stepped = run.kill, kills.stepped
-
-    name = Path(str(job)).stem if isinstance(job, str | Path) else "job"
-    run_in_process(declared, config.load(declared.settings, **settings), name, started)
-
-
-def _run_ranks(job: Job | str | Path, settings: dict[str, Any], kills: Kills) -> None:
-    from rolecall.launch.run import start
+def _run(job: Job | str | Path, settings: dict[str, Any], in_process: bool, kills: Kills) -> None:
+    from rolecall.launch.run import start_with
 
     end = time.monotonic() + RUN_SECONDS
-    with start(job, **settings) as run:
-        kills.kill = run.kill
-        while run.status in ("starting", "running") and time.monotonic() < end:
+    with start_with(job, settings, in_process=in_process, stepped=kills.stepped) as run:
+        kills.run.set_result(run)
+        while not in_process and run.status in ("starting", "running") and time.monotonic() < end:
             if page := run.page:
                 kills.stepped(_step_at(f"{page}metrics"))
             time.sleep(LOOK_SECONDS)
-        run.wait(max(0.0, end - time.monotonic()))
+        run.wait(None if in_process else max(0.0, end - time.monotonic()))
         _ = run.result
 
 

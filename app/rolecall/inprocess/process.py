@@ -63,9 +63,9 @@ def _run_apart(function: Callable[..., object], *arguments: Any) -> None:
 
 
 @contextlib.contextmanager
-def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -> Iterator[None]:
+def prepared(settings: Settings, quit: Callable[[], None], stream: Any) -> Iterator[None]:
     """Within the block, this process is that of all ranks of a run: torch's threads, random numbers, the log,
-    to `stream` or standard output, `breakpoint()`, and how often Python switches threads. `quit` is called as the user
+    to `stream`, `breakpoint()`, and how often Python switches threads. `quit` is called as the user
     leaves the debugger. Raises UsageError within another one's block."""
     if not _taken.acquire(blocking=False):
         raise UsageError("a job runs in this process already; wait for its end, or run one without --in-process")

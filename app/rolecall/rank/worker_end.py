@@ -135,9 +135,9 @@ class WorkerEnd(Supervision):
         # by another thread: the debugged one may be stopped where it holds the lock
         threading.Thread(target=self.report, name="debugging", daemon=True).start()
 
-    def refuse_drain(self, problem: str) -> None:
+    def refuse_drain(self) -> None:
         """Reports that the drain's checkpoint could not be written."""
-        self.send(messages.DrainRefused(problem))
+        self.send(messages.DrainRefused())
 
     # ---- the end
 

@@ -13,9 +13,10 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,7 @@ class RunJob:
         *,
         in_process: bool = True,
         kills: Mapping[str, int] | None = None,
+        leaves: Collection[str] = (),
         **settings: Any,
     ) -> FinishedRun:
         """Runs `job` with `settings` to its end: a `Job`, or FILE.py, a module or a built-in job's name. Its ranks are
@@ -97,12 +99,13 @@ class RunJob:
         `kills` names members and the step of rank 0 after which each is killed, as by a crash: `{"worker_1": 3}`.
         Without `checkpoint_dir` the run has a new one. Raises what the job raises as ProgramError, UsageError for bad
         input, RankError for another end, and TimeoutError for processes after RUN_SECONDS; fails the test if a member
-        was not killed, or if a thread, a process or a temporary file of the run is left.
+        was not killed, or if a thread, a process or a temporary file of the run is left, unless a pattern of `leaves`
+        matches its name: `leaves=["pymongo_*"]`.
         """
         self._count += 1
         settings = {"checkpoint_dir": self._folder / f"run-{self._count}", **settings}
         todo, directory = Kills(kills or {}), Path(settings["checkpoint_dir"])
-        with _nothing_left():
+        with _nothing_left(leaves):
             _run(job, settings, in_process, todo)
         todo.require_done()
         return FinishedRun(directory, json.loads((directory / "summary.json").read_text()), tuple(todo.done))
@@ -143,8 +146,9 @@ def _step_at(url: str) -> int:
 
 
 @contextlib.contextmanager
-def _nothing_left() -> Iterator[None]:
-    """Fails if a thread, a process or a temporary file that the block makes outlasts it."""
+def _nothing_left(leaves: Collection[str]) -> Iterator[None]:
+    """Fails if a thread, a process or a temporary file that the block makes outlasts it, and no pattern of `leaves`
+    matches its name."""
     before = {*threading.enumerate()}, {child.pid for child in psutil.Process().children(recursive=True)}
     temporary = Path(tempfile.mkdtemp(prefix="rolecall-test-"))
     try:
@@ -153,7 +157,7 @@ def _nothing_left() -> Iterator[None]:
             patch.setenv("TMPDIR", str(temporary))  # for processes
             yield
         end = time.monotonic() + END_SECONDS
-        while (left := _left(temporary, *before)) and time.monotonic() < end:
+        while (left := _left(temporary, *before, leaves)) and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
         if left:
             pytest.fail(f"the run has left {', '.join(left)}")
@@ -161,12 +165,13 @@ def _nothing_left() -> Iterator[None]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _left(temporary: Path, threads: set[threading.Thread], processes: set[int]) -> list[str]:
-    """What there is that was not there before, in words."""
-    left = [f"the thread {thread.name!r}" for thread in {*threading.enumerate()} - threads]
+def _left(temporary: Path, threads: set[threading.Thread], processes: set[int], leaves: Collection[str]) -> list[str]:
+    """What there is that was not there before, in words, but for `leaves`."""
+    left = [(thread.name, f"the thread {thread.name!r}") for thread in {*threading.enumerate()} - threads]
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
             is_theirs = process.pid in children - processes or process.environ().get("TMPDIR") == str(temporary)
-            left += [f"the process {process.pid} ({process.name()})"] if is_theirs else []
-    return left + [f"the file {path}" for path in temporary.iterdir()]
+            left += [(process.name(), f"the process {process.pid} ({process.name()})")] if is_theirs else []
+    left += [(path.name, f"the file {path}") for path in temporary.iterdir()]
+    return [words for name, words in left if not any(fnmatch(name, pattern) for pattern in leaves)]

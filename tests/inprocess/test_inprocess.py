@@ -24,6 +24,7 @@ import torch
 
 import rolecall
 from rolecall import Context, Job, ProgramError, Role, Run, UsageError, __main__
+from rolecall.wire import clock
 from tests.inprocess.jobs import ONES, Worker, Workers, job, run, summary_of, threads
 
 ROOT = Path(__file__).parents[2]
@@ -305,7 +306,9 @@ def test_what_it_cannot_kill_or_scale_is_named(tmp_path: Path) -> None:
 # ---- the debugger
 
 
-def test_no_limit_counts_while_a_member_stands_still(tmp_path: Path) -> None:
+def test_no_limit_counts_if_somebody_may_debug_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONBREAKPOINT", "an.editors")
+
     def lead(context: Any, _: Run) -> dict[str, int]:
         for step in steps(context, 3):
             if step == 2:
@@ -325,12 +328,29 @@ def test_breakpoints_have_the_terminal_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     debug(monkeypatch, "p answer\nc\np answer + 1\nc\n")
+    readline, held = sys.stdin.readline, list[frozenset[str]]()
+    monkeypatch.setattr(sys.stdin, "readline", lambda *words: held.append(clock.holders()) or readline(*words))
     result = run(lambda context, _: {"answers": [*context.call_all(Worker.stop_here)]}, tmp_path)["result"]
     out = capsys.readouterr().out
     assert result["answers"] == [42, 42]
+    assert ({*held}, clock.holders()) == ({frozenset({"the prompt"})}, frozenset())  # no call is late meanwhile
     first = out.index(") 42\n")
     assert out.index(") 43\n") > first
     assert {"(worker_0) ", "(worker_1) "} <= {out[each : each + 11] for each in range(len(out))}
+
+
+def test_a_method_that_never_returns_fails_the_job_if_nobody_debugs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    debug(monkeypatch, "")
+
+    def lead(context: Any, _: Run) -> None:
+        context.restore({})
+        for _ in context.steps(1):
+            context.call("worker_0", Worker.use_context).result()
+
+    with pytest.raises(ProgramError, match="worker_0 has not answered use_context within"):
+        run(lead, tmp_path, rpc_timeout=0.5, stuck_seconds=1.0)
 
 
 def test_who_leaves_the_debugger_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rolecall.declare.registry import Identity
 from rolecall.declare.spec import Job
 from rolecall.errors import USAGE, UsageError
 from rolecall.gang.protocol import OVER, Key, name_of
-from rolecall.inprocess.process import prepared
+from rolecall.inprocess.process import is_debugged_elsewhere, prepared
 from rolecall.inprocess.rank import Shared, ThreadSupervisor
 from rolecall.record import rundir
 
@@ -75,12 +75,20 @@ class InProcessRun:
     async def run(self) -> int:
         """Runs the job until it is over. Returns rank 0's exit code; 130 after `drain`. Raises UsageError."""
         self._loop, self._changed, self._stopped = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        elsewhere = is_debugged_elsewhere()
         with (
             prepared(self.settings, self._quit, self._stream),
             tempfile.TemporaryDirectory(prefix="rolecall-") as folder,
         ):
-            number, stepped = secrets.randbelow(2**31), self._stepped
-            self._shared = Shared(self.job, self.description, self.settings, Path(folder), number, stepped=stepped)
+            self._shared = Shared(
+                self.job,
+                self.description,
+                self.settings,
+                Path(folder),
+                secrets.randbelow(2**31),
+                stepped=self._stepped,
+                is_debugged_elsewhere=elsewhere,
+            )
             for role in self.description.roles:
                 for ordinal in range(role.count):
                     self._start((role.name, ordinal))

@@ -16,14 +16,14 @@ ROOMS = {
     "rolecall/declare": 1610,  # settings that a program gives, and the module that declares a job
     "rolecall/export": 920,
     "rolecall/gang": 2320,
-    "rolecall/inprocess": 1000,  # one process for debugging and tests
+    "rolecall/inprocess": 982,  # one process for debugging and tests
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2510,
     "rolecall/jobs/rl": 4260,
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
-    "rolecall/launch": 3310,  # how runs from Python end
+    "rolecall/launch": 3363,  # how runs from Python end, and a drain that passes breakpoints; inprocess lost as much
     "rolecall/life": 1100,  # what rank decided before, and its table of states
     "rolecall/links": 900,  # the decisions of a map
     "rolecall/messages": 580,  # the declarations and codecs of six rooms
@@ -38,7 +38,7 @@ ROOMS = {
     "rolecall/torch_rpc": 1100,
     "rolecall/tunnel": 2030,
     "rolecall/weights": 940,
-    "rolecall/wire": 3000,  # serial methods
+    "rolecall/wire": 3002,  # serial methods; waits that stand still while somebody debugs
 }
 # lines of Python; words of Markdown in docs. docs: maps, members' state, services, tests, debugging,
 # questions to a run's files; a page of ten minutes beside the reference. bench: the programs beside Ray's and Monarch's

@@ -65,13 +65,10 @@ def test_wrong_settings_are_refused_before_anything_starts(
     assert not [*Path.cwd().iterdir()]
 
 
-def test_result_and_failure_in_one_process() -> None:
+def test_results_in_one_process() -> None:
     assert rolecall.run(JOB, in_process=True)["total"] == 8
     assert rolecall.run(Job(JOB.roles, settings=Workers), in_process=True)["total"] == 8  # which no variable holds
-    with pytest.raises(ProgramError, match="no such luck") as raised:
-        rolecall.run(JOB, in_process=True, workers=4)
-    assert isinstance(raised.value.__cause__, RemoteError)
-    assert len([*Path("runs").iterdir()]) == 3  # a directory each
+    assert len([*Path("runs").iterdir()]) == 2  # a directory each
 
 
 def test_a_run_in_one_process() -> None:

@@ -189,7 +189,7 @@ class InProcessRun:
         Raises UsageError if that is not possible."""
         spec = next((spec for spec in self.description.roles if spec.name == role and spec.elastic), None)
         if spec is None or not spec.minimum <= count <= spec.maximum:
-            bounds = f"allows {spec.minimum} to {spec.maximum}" if spec else "is no elastic role"
+            bounds = f"the job allows {spec.minimum} to {spec.maximum}" if spec else "is no elastic role"
             raise UsageError(f"{role}={count}: {bounds}")
         self._loop.call_soon_threadsafe(self._scale, role, count)
 

@@ -7,6 +7,7 @@ signals. So runs of several jobs take nothing from each other, nor from the prog
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ from typing import Any
 from rolecall import config
 from rolecall.declare import registry
 from rolecall.errors import FAILED, UNSAVED, USAGE, UsageError
-from rolecall.launch import control
+from rolecall.launch import control, here
 from rolecall.launch.ended import Ended
 from rolecall.launch.rank_process import INTERRUPTED
 from rolecall.messages.control import KillRank, ListedRank, ListRanks, ScaleRole
@@ -63,7 +64,8 @@ class ProcessRun:
         directory = Path(given) if given else directory_of(registry.name_of(target))
         self.directory = directory.absolute()
         self._disposable, self._show = not given, show
-        self._reasons = tempfile.NamedTemporaryFile(prefix="rolecall-reasons-")  # noqa: SIM115 removed with the run
+        self._reasons = tempfile.NamedTemporaryFile(prefix=here.REASONS)  # noqa: SIM115 removed with the run
+        fcntl.flock(self._reasons, fcntl.LOCK_EX)
         self._before = self._written()
         self._left_early = False
         command = [sys.executable, "-P", "-m", "rolecall", "run", target, "--tied", str(os.getpid()), *flags]

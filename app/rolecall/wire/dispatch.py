@@ -375,13 +375,14 @@ class Dispatcher:
     def _submit(self, call: Call, method: Callable[..., Any], ended: Callable[[], object] | None = None) -> None:
         """Has the event loop run an async method. Calls `ended` once it has ended, perhaps twice."""
         with self._lock:
-            if self._loop is None:
+            if self._loop is None and not self._closed:  # nobody would end it then
                 loop = asyncio.new_event_loop()
                 if apart.start("remote async", self._run_loop, loop):
                     self._loop = loop
                     _loops.add(loop)
+                else:
+                    loop.close()
         if self._loop is None:
-            loop.close()
             self._end(call, Failure(UsageError.__name__, f"{self._me}: {apart.TOO_MANY}"))
             return
 

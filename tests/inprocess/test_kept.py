@@ -82,8 +82,7 @@ def run(lead: Lead, directory: Path, **settings: Any) -> dict[str, Any]:
         Role("worker", Keeper, count="workers", minimum=1, backoff=0.1),
     ]
     values = {"checkpoint_dir": directory, "checkpoint_interval": 1000, **settings}
-    result: dict[str, Any] = summary_of(Job(roles, settings=Workers), begun.set_result, **values)["result"]
-    return result
+    return dict(summary_of(Job(roles, settings=Workers), begun.set_result, **values)["result"])
 
 
 def save(context: Context[Any]) -> None:

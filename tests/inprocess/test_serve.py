@@ -103,8 +103,7 @@ def test_no_request_fails_while_members_are_killed_replaced_and_scaled(tmp_path:
     def started(run: Run) -> None:
         threading.Thread(target=hurt, args=(run,), daemon=True).start()
 
-    settings = serve["Serve"](checkpoint_dir=tmp_path, http_port=port)
-    assert not describe.of_job(serve["JOB"], settings, "serve").steps
+    assert not describe.of_job(serve["JOB"], serve["Serve"](), "serve").steps
     for _ in range(2):  # a later start goes on
         summary = summary_of(serve["JOB"], started, checkpoint_dir=tmp_path, http_port=port)
         assert (summary["state"], problems) == ("stopped", [])

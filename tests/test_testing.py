@@ -71,6 +71,7 @@ def test_a_kill_that_is_missing_and_what_is_left_fail_the_test(
     try:
         with pytest.raises(pytest.fail.Exception, match=problem):
             run_job(job(leaving), kills=kills)
+        assert not leave or run_job(job(leaving), leaves=["left*", "sleep"]).result["calls"] == 12
     finally:
         ender.close()
         for process in processes:

@@ -95,11 +95,9 @@ def main(argv: list[str] | None = None) -> int:
         arguments = argument_parser().parse_args(words)
         return int(arguments.handler(arguments))
     except UsageError as error:
-        print(f"rolecall: {error}", file=sys.stderr, flush=True)
-        return USAGE
+        return _failed(error, USAGE)
     except RankError as error:
-        print(f"rolecall: {error}", file=sys.stderr, flush=True)
-        return CRASHED
+        return _failed(error, CRASHED)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of the output has gone
@@ -116,11 +114,20 @@ def main_of(job: Job) -> int:  # noqa: RET503 the last call does not return
         if flags.take_host_options(_split(words[2:])[0])[0].in_process:
             return main(words)
     except UsageError as error:
-        print(f"rolecall: {error}", file=sys.stderr, flush=True)
-        return USAGE
+        return _failed(error, USAGE)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", "rolecall", *words])
+
+
+def _failed(error: Exception, code: int) -> int:
+    """Says why this process ends, also to the program that has started the run. Returns the exit code."""
+    if reasons := config.exported(config.REASONS):
+        with contextlib.suppress(OSError), Path(reasons).open("r+") as file:  # not if it has been removed
+            file.seek(0, os.SEEK_END)
+            file.write(f"{error}\n")
+    print(f"rolecall: {error}", file=sys.stderr, flush=True)
+    return code
 
 
 def _open_standard_streams() -> None:

@@ -30,6 +30,7 @@ __version__ = "1.0.0rc1"
 
 DESCRIPTION = "ROLECALL_DESCRIPTION"  # of a user's job, which `rolecall run` passes to its ranks
 SOURCES = "ROLECALL_SOURCES"  # a file: see declare/sources.py
+REASONS = "ROLECALL_REASONS"  # a file, to which processes of a run append why they end, for who has started it
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 

@@ -13,8 +13,10 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ import pytest
 
 if TYPE_CHECKING:
     from rolecall.declare.spec import Job
-    from rolecall.inprocess.run import InProcessRun
+    from rolecall.launch.run import Run
 
 RUN_SECONDS = 300.0  # for a run in ranks of their own
 END_SECONDS = 10.0  # for what a run has started to end after it
@@ -52,12 +54,12 @@ class FinishedRun:
 
 
 class Kills:
-    """Kills members by `kill`, which raises UsageError for one without a worker, once rank 0 has made their steps."""
+    """Kills members of a run, once rank 0 has made their steps."""
 
     def __init__(self, steps: Mapping[str, int]) -> None:
         self._due = dict(steps)
         self.done: list[str] = []
-        self.kill: Callable[[str], object] = self.done.append  # until there is a run
+        self.run: Future[Run] = Future()
 
     def stepped(self, step: int) -> None:
         """Rank 0 has made `step`."""
@@ -65,7 +67,7 @@ class Kills:
 
         for member in [member for member, due in self._due.items() if step >= due]:
             with contextlib.suppress(UsageError):  # it is being started: at the next step
-                self.kill(member)
+                self.run.result(END_SECONDS).kill(member)
                 del self._due[member]
                 self.done.append(member)
 
@@ -88,6 +90,7 @@ class RunJob:
         *,
         in_process: bool = True,
         kills: Mapping[str, int] | None = None,
+        leaves: Collection[str] = (),
         **settings: Any,
     ) -> FinishedRun:
         """Runs `job` with `settings` to its end: a `Job`, or FILE.py, a module or a built-in job's name. Its ranks are
@@ -96,13 +99,14 @@ class RunJob:
         `kills` names members and the step of rank 0 after which each is killed, as by a crash: `{"worker_1": 3}`.
         Without `checkpoint_dir` the run has a new one. Raises what the job raises as ProgramError, UsageError for bad
         input, RankError for another end, and TimeoutError for processes after RUN_SECONDS; fails the test if a member
-        was not killed, or if a thread, a process or a temporary file of the run is left.
+        was not killed, or if a thread, a process or a temporary file of the run is left, unless a pattern of `leaves`
+        matches its name: `leaves=["pymongo_*"]`.
         """
         self._count += 1
         settings = {"checkpoint_dir": self._folder / f"run-{self._count}", **settings}
         todo, directory = Kills(kills or {}), Path(settings["checkpoint_dir"])
-        with _nothing_left():
-            (_run_here if in_process else _run_ranks)(job, settings, todo)
+        with _nothing_left(leaves):
+            _run(job, settings, in_process, todo)
         todo.require_done()
         return FinishedRun(directory, json.loads((directory / "summary.json").read_text()), tuple(todo.done))
 
@@ -116,31 +120,17 @@ def run_job(tmp_path: Path) -> RunJob:
 # ---- the run
 
 
-def _run_here(job: Job | str | Path, settings: dict[str, Any], kills: Kills) -> None:
-    from rolecall import config
-    from rolecall.declare import registry
-    from rolecall.inprocess.run import run_in_process
-
-    declared = registry.get(str(job)) if isinstance(job, str | Path) else job
-
-    def started(run: InProcessRun) -> None:
-        kills.kill, run.stepped = run.kill, kills.stepped
-
-    name = Path(str(job)).stem if isinstance(job, str | Path) else "job"
-    run_in_process(declared, config.load(declared.settings, **settings), name, started)
-
-
-def _run_ranks(job: Job | str | Path, settings: dict[str, Any], kills: Kills) -> None:
-    from rolecall.launch.run import start
+def _run(job: Job | str | Path, settings: dict[str, Any], in_process: bool, kills: Kills) -> None:
+    from rolecall.launch.run import start_with
 
     end = time.monotonic() + RUN_SECONDS
-    with start(job, **settings) as run:
-        kills.kill = run.kill
-        while run.status in ("starting", "running") and time.monotonic() < end:
+    with start_with(job, settings, in_process=in_process, stepped=kills.stepped) as run:
+        kills.run.set_result(run)
+        while not in_process and run.status in ("starting", "running") and time.monotonic() < end:
             if page := run.page:
                 kills.stepped(_step_at(f"{page}metrics"))
             time.sleep(LOOK_SECONDS)
-        run.wait(max(0.0, end - time.monotonic()))
+        run.wait(None if in_process else max(0.0, end - time.monotonic()))
         _ = run.result
 
 
@@ -156,8 +146,9 @@ def _step_at(url: str) -> int:
 
 
 @contextlib.contextmanager
-def _nothing_left() -> Iterator[None]:
-    """Fails if a thread, a process or a temporary file that the block makes outlasts it."""
+def _nothing_left(leaves: Collection[str]) -> Iterator[None]:
+    """Fails if a thread, a process or a temporary file that the block makes outlasts it, and no pattern of `leaves`
+    matches its name."""
     before = {*threading.enumerate()}, {child.pid for child in psutil.Process().children(recursive=True)}
     temporary = Path(tempfile.mkdtemp(prefix="rolecall-test-"))
     try:
@@ -166,7 +157,7 @@ def _nothing_left() -> Iterator[None]:
             patch.setenv("TMPDIR", str(temporary))  # for processes
             yield
         end = time.monotonic() + END_SECONDS
-        while (left := _left(temporary, *before)) and time.monotonic() < end:
+        while (left := _left(temporary, *before, leaves)) and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
         if left:
             pytest.fail(f"the run has left {', '.join(left)}")
@@ -174,12 +165,13 @@ def _nothing_left() -> Iterator[None]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _left(temporary: Path, threads: set[threading.Thread], processes: set[int]) -> list[str]:
-    """What there is that was not there before, in words."""
-    left = [f"the thread {thread.name!r}" for thread in {*threading.enumerate()} - threads]
+def _left(temporary: Path, threads: set[threading.Thread], processes: set[int], leaves: Collection[str]) -> list[str]:
+    """What there is that was not there before, in words, but for `leaves`."""
+    left = [(thread.name, f"the thread {thread.name!r}") for thread in {*threading.enumerate()} - threads]
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
             is_theirs = process.pid in children - processes or process.environ().get("TMPDIR") == str(temporary)
-            left += [f"the process {process.pid} ({process.name()})"] if is_theirs else []
-    return left + [f"the file {path}" for path in temporary.iterdir()]
+            left += [(process.name(), f"the process {process.pid} ({process.name()})")] if is_theirs else []
+    left += [(path.name, f"the file {path}") for path in temporary.iterdir()]
+    return [words for name, words in left if not any(fnmatch(name, pattern) for pattern in leaves)]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+import rolecall
 from bench.llm_lines import count
-from rolecall.inprocess.run import run_in_process
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {"pi": "examples", "ps": "", "es": "", "pool": "", "first": "", "serve": "examples"}
@@ -43,8 +43,7 @@ def test_docs_say_how_long_each_is() -> None:
 )
 def test_ours_runs(name: str, settings: dict[str, Any], value: str, most: float, tmp_path: Path) -> None:
     module = runpy.run_path(str(program(name, "rolecall")))
-    job = module["JOB"]
-    result = run_in_process(job, job.settings(checkpoint_dir=tmp_path, **settings), name)["result"]
+    result = rolecall.run(module["JOB"], in_process=True, checkpoint_dir=tmp_path, **settings)
     assert result[value] <= most
     if name == "es":
         assert result[value] > -0.5

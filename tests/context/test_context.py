@@ -203,7 +203,7 @@ def test_a_drain_without_a_checkpoint_is_refused(
     full.drain()
     full.save(5, {})
     assert not full.draining
-    assert supervisor.refused == ["no space left"]
+    assert supervisor.refused == 1
     assert (logged[-1]["log_level"], logged[-1]["problem"]) == ("error", "no space left")
     assert value(full.metrics.checkpoint_failures) == 1
 
@@ -215,7 +215,7 @@ def test_checkpoint_beside_a_drain_neither_ends_nor_refuses_it(
     context.save(5, {}, drain=False)
     request.getfixturevalue("full").save(5, {}, drain=False)
     assert context.draining
-    assert supervisor.refused == []
+    assert supervisor.refused == 0
     assert value(context.metrics.checkpoint_failures) == 1
 
 

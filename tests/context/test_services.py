@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.errors import PeerLostError
+from rolecall.wire import clock
 from rolecall.wire.connecting import Address
 from tests.context.contexts import AGENT, ONE, TWO, make
 
@@ -60,3 +61,11 @@ def test_who_joins_later_meets_at_once_and_is_found(tmp_path: Path) -> None:
     assert early.result(0) == services.address(TWO.name, 0).result(0) == joining
     services.arrived(joining._replace(join=0, port=4))  # late
     assert services.address(TWO.name, 1).result(0) == joining
+
+
+def test_no_wait_ends_while_a_member_is_debugged() -> None:
+    clock.hold("somebody")
+    looks = iter([False, False, True])
+    assert clock.wait(lambda _: next(looks), 1e-9)
+    clock.hold("somebody", False)
+    assert not clock.wait(lambda _: False, 1e-9)

@@ -316,7 +316,7 @@ def test_a_drain_ends_the_steps_with_a_checkpoint(context: Context, supervisor: 
     assert drained.value.step == 3
     assert cleaned == ["up"]
     assert saved(tmp_path) == {3: {"sum": 6}}
-    assert supervisor.refused == []
+    assert supervisor.refused == 0
 
 
 def test_drain_waits_until_settled(context: Context, tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rolecall import Context, Job, PeerLostError, Role, Settings, remote
-from rolecall.inprocess.run import InProcessRun, run_in_process
+import rolecall
+from rolecall import Context, Drained, Job, PeerLostError, Role, Run, Settings, remote
+from rolecall.record import rundir
 
-Lead = Callable[[Context[Any], InProcessRun], Any]
+Lead = Callable[[Context[Any], Run], Any]
 
 
 class Workers(Settings):
@@ -131,11 +134,19 @@ def job(lead: Callable[[Context[Any]], Any], **options: Any) -> Job:
 
 
 def run(lead: Lead, directory: Path, *, options: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """The result of a run whose lead calls `lead` with its context and the run."""
-    runs = list[InProcessRun]()
-    values = Workers(**{"checkpoint_dir": directory, **settings})
-    declared = job(lambda context: lead(context, runs[0]), **options or {})
-    return run_in_process(declared, values, started=runs.append)
+    """The summary of a run whose lead calls `lead` with its context and the run."""
+    begun = Future[Run]()
+    declared = job(lambda context: lead(context, begun.result(60)), **options or {})
+    return summary_of(declared, begun.set_result, checkpoint_dir=directory, **settings)
+
+
+def summary_of(declared: Job, begun: Callable[[Run], object], **settings: Any) -> dict[str, Any]:
+    """The summary of a run in this process, of which `begun` is told. A drain is no error."""
+    with rolecall.start(declared, in_process=True, **settings) as started:
+        begun(started)
+        with contextlib.suppress(Drained):
+            _ = started.result
+    return rundir.read_summary(started.directory) or {}
 
 
 def threads() -> set[threading.Thread]:

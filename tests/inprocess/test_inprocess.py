@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -10,7 +9,6 @@ import queue
 import random
 import runpy
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -23,9 +21,10 @@ import pytest
 import structlog
 import torch
 
-from rolecall import Context, Job, ProgramError, Role, UsageError, __main__
-from rolecall.inprocess.run import InProcessRun, run_in_process
-from tests.inprocess.jobs import ONES, Worker, Workers, job, run, threads
+import rolecall
+from rolecall import Context, Job, ProgramError, Role, Run, UsageError, __main__
+from rolecall.wire import clock
+from tests.inprocess.jobs import ONES, Worker, Workers, job, run, summary_of, threads
 
 ROOT = Path(__file__).parents[2]
 LIMITS = ("lease_seconds", "rpc_timeout", "connect_timeout", "phase_timeout", "stuck_seconds", "rejoin_timeout")
@@ -55,22 +54,17 @@ def steps(context: Any, count: int) -> Iterator[int]:
 def test_pi_runs_again_and_again_with_the_same_result(tmp_path: Path) -> None:
     pi = runpy.run_path(str(ROOT / "examples" / "pi.py"))
     summaries = [
-        run_in_process(
-            pi["JOB"],
-            pi["Pi"](samplers=4, rounds=20, points=1000, checkpoint_dir=tmp_path / name),
-            "pi",
-        )
+        summary_of(pi["JOB"], lambda _: None, samplers=4, rounds=20, points=1000, checkpoint_dir=tmp_path / name)
         for name in ("first", "second")
     ]
     assert [summary["state"] for summary in summaries] == ["finished", "finished"]
     assert len({summary["result"]["pi"] for summary in summaries}) == 1
-    assert json.loads((tmp_path / "first" / "summary.json").read_text()) == summaries[0]
     rows = [json.loads(line) for line in (tmp_path / "first" / "history.jsonl").read_text().splitlines()]
     assert sum("score" in row.values() for row in rows) == 20
 
 
 def test_calls_of_every_kind_queues_and_weights(tmp_path: Path) -> None:
-    def lead(context: Any, _: InProcessRun) -> dict[str, Any]:
+    def lead(context: Any, _: Run) -> dict[str, Any]:
         context.publish("weights", ONES)
         queue, (worker, other) = context.queue("numbers", 1), context.peers("worker")
         put = context.call(other, Worker.put, "numbers", 5)
@@ -88,7 +82,7 @@ def test_calls_of_every_kind_queues_and_weights(tmp_path: Path) -> None:
 
 
 def test_lines_of_the_log_name_their_member(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def lead(context: Any, _: InProcessRun) -> None:
+    def lead(context: Any, _: Run) -> None:
         context.wait_all([context.call(peer, Worker.log) for peer in context.peers("worker")])
 
     run(lead, tmp_path, log_format="json")
@@ -115,35 +109,6 @@ def test_the_process_is_afterwards_as_it_was(tmp_path: Path) -> None:
     assert state() == before
 
 
-def test_it_runs_from_a_thread_and_beside_an_event_loop(tmp_path: Path) -> None:
-    results = list[Any]()
-    thread = threading.Thread(target=lambda: results.append(run(lambda *_: {"n": 1}, tmp_path / "a")["result"]["n"]))
-    thread.start()
-    thread.join()
-
-    async def within() -> None:
-        results.append(run(lambda *_: {"n": 2}, tmp_path / "b")["result"]["n"])
-
-    asyncio.run(within())
-    assert results == [1, 2]
-
-
-def test_an_interrupt_beside_an_event_loop_drains(tmp_path: Path) -> None:
-    def lead(context: Any, _: InProcessRun) -> None:
-        for _ in steps(context, 100_000):
-            if context.step == 3:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    async def cell() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            run(lead, tmp_path)
-
-    loop = asyncio.new_event_loop()  # `asyncio.run` takes SIGINT itself
-    loop.run_until_complete(cell())
-    loop.close()
-    assert json.loads((tmp_path / "summary.json").read_text())["state"] == "stopped"
-
-
 def test_a_run_within_another_one_is_refused(tmp_path: Path) -> None:
     def lead(*_: Any) -> dict[str, str]:
         with pytest.raises(UsageError) as raised:
@@ -157,7 +122,7 @@ def test_a_run_within_another_one_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_killed_member_is_replaced_and_joins_again(tmp_path: Path) -> None:
-    def lead(context: Any, here: InProcessRun) -> dict[str, Any]:
+    def lead(context: Any, here: Run) -> dict[str, Any]:
         joined = threading.Event()
         context.on_joined(lambda _: joined.set())
         for step in steps(context, 20):
@@ -173,7 +138,7 @@ def test_a_killed_member_is_replaced_and_joins_again(tmp_path: Path) -> None:
 def test_a_killed_lead_resumes_from_its_checkpoint_and_members_stay(tmp_path: Path) -> None:
     begun = list[int]()
 
-    def lead(context: Any, here: InProcessRun) -> dict[str, Any]:
+    def lead(context: Any, here: Run) -> dict[str, Any]:
         for step in steps(context, 10):
             begun.append(step)
             if step == 3:
@@ -195,7 +160,7 @@ def test_a_killed_member_is_lost_to_those_that_call_it(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Context, "close", close_late)
 
-    def lead(context: Any, here: InProcessRun) -> dict[str, str]:
+    def lead(context: Any, here: Run) -> dict[str, str]:
         call = context.call(context.peers("worker")[0], Worker.use_context)
         assert Worker.in_use.wait(30)
         here.kill("worker_0")
@@ -208,7 +173,7 @@ def test_a_killed_member_is_lost_to_those_that_call_it(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("waits", ["computes", "for a queue", "for a drain", "for a call", "for a lost peer"])
 def test_a_kill_ends_whatever_its_member_does(waits: str, tmp_path: Path) -> None:
-    def lead(context: Any, here: InProcessRun) -> dict[str, int]:
+    def lead(context: Any, here: Run) -> dict[str, int]:
         if context.generation == 1:
             held = context.call(context.peers("worker")[0], Worker.hold, 0.3)
             here.kill("lead_0")
@@ -245,7 +210,7 @@ def test_threads_of_a_role_delay_no_end(tmp_path: Path) -> None:
 
 
 def test_what_a_role_raises_is_the_cause_of_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def lead(context: Any, _: InProcessRun) -> None:
+    def lead(context: Any, _: Run) -> None:
         context.call(context.peers("worker")[0], Worker.fail).result()
 
     with pytest.raises(ProgramError, match="no such luck") as raised:
@@ -256,34 +221,23 @@ def test_what_a_role_raises_is_the_cause_of_the_error(tmp_path: Path, capsys: py
     assert json.loads((tmp_path / "summary.json").read_text())["state"] == "failed"
 
 
-def test_a_drained_run_goes_on_at_its_next_start(tmp_path: Path) -> None:
+def test_a_drained_run_goes_on_at_its_next_start_with_fewer_members(tmp_path: Path) -> None:
     begun = list[int]()
 
-    def lead(context: Any, here: InProcessRun) -> dict[str, int]:
+    def lead(context: Any, here: Run) -> dict[str, int]:
         for step in steps(context, 300):
             begun.append(step)
             if step == 20:
                 here.drain()
-        return {"steps": context.step}
+        return {"steps": context.step, "workers": len(context.peers("worker"))}
 
-    assert run(lead, tmp_path)["state"] == "stopped"
-    assert run(lead, tmp_path)["result"]["steps"] == 300
+    assert run(lead, tmp_path, workers=3)["state"] == "stopped"
+    assert {"steps": 300, "workers": 1}.items() <= run(lead, tmp_path, workers=1)["result"].items()
     assert begun == [*range(1, 301)]
 
 
-def test_a_run_goes_on_with_fewer_members(tmp_path: Path) -> None:
-    def lead(context: Any, here: InProcessRun) -> dict[str, int]:
-        for step in steps(context, 300):
-            if step == 20 and len(context.peers("worker")) == 3:
-                here.drain()
-        return {"workers": len(context.peers("worker"))}
-
-    assert run(lead, tmp_path, workers=3)["state"] == "stopped"
-    assert run(lead, tmp_path, workers=1)["result"]["workers"] == 1
-
-
 def test_a_member_that_leaves_comes_back_if_it_is_wanted_again(tmp_path: Path) -> None:
-    def lead(context: Any, here: InProcessRun) -> dict[str, int]:
+    def lead(context: Any, here: Run) -> dict[str, int]:
         left = threading.Event()
         context.on_lost(lambda _: left.set())
         here.scale("worker", 1)
@@ -297,7 +251,7 @@ def test_a_member_that_leaves_comes_back_if_it_is_wanted_again(tmp_path: Path) -
 
 
 def test_members_join_and_leave(tmp_path: Path) -> None:
-    def lead(context: Any, here: InProcessRun) -> dict[str, Any]:
+    def lead(context: Any, here: Run) -> dict[str, Any]:
         counts, wanted = list[int](), [4, 1]
         for _ in steps(context, 100_000):
             if not counts or len(context.peers("worker")) == counts[-1]:
@@ -311,7 +265,7 @@ def test_members_join_and_leave(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_kill_or_scale_is_named(tmp_path: Path) -> None:
-    def lead(_: Any, here: InProcessRun) -> dict[str, str]:
+    def lead(_: Any, here: Run) -> dict[str, str]:
         problems = {}
         for name, act in {"kill": lambda: here.kill("worker_7"), "scale": lambda: here.scale("lead", 2)}.items():
             with pytest.raises(UsageError) as raised:
@@ -327,14 +281,13 @@ def test_what_it_cannot_kill_or_scale_is_named(tmp_path: Path) -> None:
 # ---- the debugger
 
 
-def test_no_limit_counts_while_a_member_stands_still(tmp_path: Path) -> None:
-    def lead(context: Any, _: InProcessRun) -> dict[str, int]:
-        for step in steps(context, 3):
-            if step == 2:
-                context.call(context.peers("worker")[0], Worker.hold, 2.5).result()
-        return {"generation": context.generation}
+def test_no_limit_counts_if_somebody_may_debug_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lead(context: Any, _: Run) -> None:
+        for _ in steps(context, 1):
+            context.call("worker_0", Worker.hold, 2.5).result()
 
-    assert run(lead, tmp_path, **dict.fromkeys(LIMITS, 1.0))["result"]["generation"] == 1
+    monkeypatch.setenv("PYTHONBREAKPOINT", "an.editors")
+    assert run(lead, tmp_path, **dict.fromkeys(LIMITS, 1.0))["generations"] == 1
 
 
 def debug(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
@@ -347,12 +300,29 @@ def test_breakpoints_have_the_terminal_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     debug(monkeypatch, "p answer\nc\np answer + 1\nc\n")
+    readline, held = sys.stdin.readline, list[frozenset[str]]()
+    monkeypatch.setattr(sys.stdin, "readline", lambda *words: held.append(clock.holders()) or readline(*words))
     result = run(lambda context, _: {"answers": [*context.call_all(Worker.stop_here)]}, tmp_path)["result"]
     out = capsys.readouterr().out
     assert result["answers"] == [42, 42]
+    assert ({*held}, clock.holders()) == ({frozenset({"the prompt"})}, frozenset())  # no call is late meanwhile
     first = out.index(") 42\n")
     assert out.index(") 43\n") > first
     assert {"(worker_0) ", "(worker_1) "} <= {out[each : each + 11] for each in range(len(out))}
+
+
+def test_a_method_that_never_returns_fails_the_job_if_nobody_debugs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    debug(monkeypatch, "")
+
+    def lead(context: Any, _: Run) -> None:
+        context.restore({})
+        for _ in context.steps(1):
+            context.call("worker_0", Worker.use_context).result()
+
+    with pytest.raises(ProgramError, match="worker_0 has not answered use_context within"):
+        run(lead, tmp_path, rpc_timeout=0.5, stuck_seconds=1.0)
 
 
 def test_who_leaves_the_debugger_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +353,7 @@ def test_a_job_that_needs_processes_is_refused(
     declared: Job, settings: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError) as raised:
-        run_in_process(declared, Workers(checkpoint_dir=tmp_path, **settings))
+        rolecall.run(declared, in_process=True, checkpoint_dir=tmp_path, **settings)
     assert problem in str(raised.value)
 
 

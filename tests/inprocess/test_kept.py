@@ -6,20 +6,20 @@ import contextlib
 import runpy
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rolecall import Context, Job, ProgramError, Role, UsageError, remote
+from rolecall import Context, Job, ProgramError, Role, Run, UsageError, remote
 from rolecall.checkpoint import kept, shardfile
 from rolecall.checkpoint.checkpoint import KEPT, newest_first, pack, read
 from rolecall.checkpoint.shardfile import Column
-from rolecall.inprocess.run import InProcessRun, run_in_process
 from rolecall.record import rundir
 from tests.checkpoint import forged
-from tests.inprocess.jobs import Lead, Workers
+from tests.inprocess.jobs import Lead, Workers, summary_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,14 +77,13 @@ class Code:
 
 
 def run(lead: Lead, directory: Path, **settings: Any) -> dict[str, Any]:
-    runs = list[InProcessRun]()
+    begun = Future[Run]()
     roles = [
-        Role("lead", lambda context: lead(context, runs[0])),
+        Role("lead", lambda context: lead(context, begun.result(60))),
         Role("worker", Keeper, count="workers", minimum=1, backoff=0.1),
     ]
-    values = Workers(**{"checkpoint_dir": directory, "checkpoint_interval": 1000, **settings})
-    result: dict[str, Any] = run_in_process(Job(roles, settings=Workers), values, started=runs.append)["result"]
-    return result
+    values = {"checkpoint_dir": directory, "checkpoint_interval": 1000, **settings}
+    return dict(summary_of(Job(roles, settings=Workers), begun.set_result, **values)["result"])
 
 
 def save(context: Context[Any]) -> None:
@@ -122,7 +121,7 @@ def steps_of(directory: Path) -> dict[str, int]:
 def test_members_that_stay_go_back_with_rank_0(tmp_path: Path) -> None:
     begun = list[int]()
 
-    def lead(context: Any, here: InProcessRun) -> None:
+    def lead(context: Any, here: Run) -> None:
         context.restore({})
         for step in context.steps(8):
             begun.append(step)
@@ -139,7 +138,7 @@ def test_members_that_stay_go_back_with_rank_0(tmp_path: Path) -> None:
 
 
 def test_a_member_that_joins_again_has_its_state_of_the_newest_checkpoint(tmp_path: Path) -> None:
-    def lead(context: Any, here: InProcessRun) -> dict[str, int]:
+    def lead(context: Any, here: Run) -> dict[str, int]:
         context.restore({})
         for step in context.steps(5):
             counts(context)
@@ -157,7 +156,7 @@ def test_who_is_away_or_changes_keeps_its_state_of_before(tmp_path: Path, monkey
     monkeypatch.setattr(kept, "CHANGE_SECONDS", 0.1)
     saved = list[dict[str, int]]()
 
-    def lead(context: Any, here: InProcessRun) -> dict[str, int]:
+    def lead(context: Any, here: Run) -> dict[str, int]:
         context.restore({})
         for step in context.steps(5):
             counts(context)
@@ -193,7 +192,7 @@ def test_a_state_that_takes_long_to_pack_is_in_the_checkpoint(tmp_path: Path, mo
 
     monkeypatch.setattr(kept, "pack", slow_pack)
 
-    def lead(context: Any, _: InProcessRun) -> None:
+    def lead(context: Any, _: Run) -> None:
         context.restore({})
         for _step in context.steps(1):
             counts(context)
@@ -218,7 +217,7 @@ def test_members_whose_disks_hang_do_not_hold_up_checkpoints_and_can_begin_anew(
 
     monkeypatch.setattr(kept._KeptShare, "parts", hang)
 
-    def lead(context: Any, here: InProcessRun) -> None:
+    def lead(context: Any, here: Run) -> None:
         context.restore({})
         for step in context.steps(4):
             begun.append(counts(context)["worker_0"])
@@ -236,7 +235,7 @@ def test_members_whose_disks_hang_do_not_hold_up_checkpoints_and_can_begin_anew(
 def test_a_hurt_state_has_the_checkpoint_before_used(tmp_path: Path) -> None:
     begun = list[int]()
 
-    def lead(context: Any, _: InProcessRun) -> None:
+    def lead(context: Any, _: Run) -> None:
         context.restore({})
         for step in context.steps(len(begun) + 2):
             begun.append(step)
@@ -266,7 +265,7 @@ def test_code_that_a_state_names_does_not_run(tmp_path: Path) -> None:
 
 
 def test_where_it_cannot_be_kept_is_named(tmp_path: Path) -> None:
-    def lead(context: Any, _: InProcessRun) -> None:
+    def lead(context: Any, _: Run) -> None:
         with pytest.raises(UsageError, match="rank 0's own state"):
             context.keep({})
         context.restore({})
@@ -283,7 +282,7 @@ def test_population_based_training_survives_kills(tmp_path: Path) -> None:
     """examples/pbt.py"""
     pbt, ended = runpy.run_path(str(ROOT / "examples" / "pbt.py")), threading.Event()
 
-    def hurt(here: InProcessRun) -> None:
+    def hurt(here: Run) -> None:
         def kills() -> None:
             while not rundir.saved(tmp_path) and not ended.wait(0.01):
                 pass  # a generation that has trained counts
@@ -295,8 +294,8 @@ def test_population_based_training_survives_kills(tmp_path: Path) -> None:
 
         threading.Thread(target=kills, daemon=True).start()
 
-    settings = pbt["Pbt"](checkpoint_dir=tmp_path, checkpoint_interval=0.1, trainers=3, rounds=60, steps=5)
-    summary = run_in_process(pbt["JOB"], settings, "pbt", started=hurt)
+    settings = {"checkpoint_dir": tmp_path, "checkpoint_interval": 0.1, "trainers": 3, "rounds": 60, "steps": 5}
+    summary = summary_of(pbt["JOB"], hurt, **settings)
     ended.set()
     assert summary["result"]["error"] < 0.5
     assert summary["generations"] > 1

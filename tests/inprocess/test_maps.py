@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from rolecall import Context, PeerLostError, RemoteError, UsageError
+import rolecall
+from rolecall import Context, PeerLostError, RemoteError, Run, UsageError
 from rolecall.context import shared
-from rolecall.inprocess.run import InProcessRun, run_in_process
 from rolecall.links.pool import Lost
 from tests.inprocess.jobs import Worker, run
 from tests.wire.wires import until
@@ -25,7 +25,7 @@ SUM = FACTORS.numel()
 
 
 def test_each_item_is_answered_once_while_members_die_and_join(tmp_path: Path) -> None:
-    def lead(context: Any, here: InProcessRun) -> dict[str, Any]:
+    def lead(context: Any, here: Run) -> dict[str, Any]:
         chance, kills = random.Random(7), 0
         here.scale("worker", 4)
         answers = list[float]()
@@ -46,7 +46,7 @@ def test_each_item_is_answered_once_while_members_die_and_join(tmp_path: Path) -
 
 
 def test_a_map_ends_with_its_reader_its_error_and_its_iterable(tmp_path: Path) -> None:
-    def lead(context: Context[Any], here: InProcessRun) -> None:
+    def lead(context: Context[Any], here: Run) -> None:
         endless = context.map_unordered(Worker.scale, itertools.count(), FACTORS)
         assert [answer == item * SUM for item, answer in itertools.islice(endless, 50)] == [True] * 50
         del endless  # dropped
@@ -68,7 +68,7 @@ def test_a_map_ends_with_its_reader_its_error_and_its_iterable(tmp_path: Path) -
 
 
 def test_an_answer_is_given_out_before_the_next_item_is_read(tmp_path: Path) -> None:
-    def lead(context: Context[Any], here: InProcessRun) -> dict[str, Any]:
+    def lead(context: Context[Any], here: Run) -> dict[str, Any]:
         numbers: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         numbers.put(1)
         seen = list[int]()
@@ -81,7 +81,7 @@ def test_an_answer_is_given_out_before_the_next_item_is_read(tmp_path: Path) -> 
 
 
 def test_a_member_whose_method_has_lost_another_one_stays(tmp_path: Path) -> None:
-    def lead(context: Context[Any], here: InProcessRun) -> None:
+    def lead(context: Context[Any], here: Run) -> None:
         peers, anyone = context.peers("worker"), context.options(lost="answer")
         for calls in (
             lambda: [*anyone.map(Worker.miss, [1])],
@@ -97,7 +97,7 @@ def test_a_member_whose_method_has_lost_another_one_stays(tmp_path: Path) -> Non
 
 
 def test_what_may_not_be_called_again_is_lost(tmp_path: Path) -> None:
-    def lead(context: Context[Any], here: InProcessRun) -> None:
+    def lead(context: Context[Any], here: Run) -> None:
         ways: list[Lost] = ["skip", "answer", "raise"]
         for ordinal, lost in enumerate(ways):
             threading.Timer(0.1, here.kill, [f"worker_{ordinal}"]).start()
@@ -117,7 +117,7 @@ def test_a_map_goes_on_in_the_next_generation_with_what_is_left(tmp_path: Path) 
     """Each answer is a step, and the state has what was answered."""
     called = list[int]()
 
-    def lead(context: Context[Any], here: InProcessRun) -> dict[str, Any]:
+    def lead(context: Context[Any], here: Run) -> dict[str, Any]:
         state = context.restore({"answers": {}})
         items = [item for item in range(40) if item not in state["answers"]]
         answers = context.map_unordered(Worker.double, items)
@@ -137,12 +137,11 @@ def test_a_map_goes_on_in_the_next_generation_with_what_is_left(tmp_path: Path) 
 
 def test_the_example_of_a_pool_finds_the_best_rate(tmp_path: Path) -> None:
     pool = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "pool.py"))
-    settings = pool["Search"](trials=20, checkpoint_dir=tmp_path)
-    assert run_in_process(pool["JOB"], settings, "pool")["result"]["loss"] < 1e-9
+    assert rolecall.run(pool["JOB"], in_process=True, trials=20, checkpoint_dir=tmp_path)["loss"] < 1e-9
 
 
 def test_the_first_answers_cancel_the_other_calls(tmp_path: Path) -> None:
-    def lead(context: Context[Any], here: InProcessRun) -> dict[str, Any]:
+    def lead(context: Context[Any], here: Run) -> dict[str, Any]:
         slow, peers = context.peers("worker")[0], context.peers("worker")
         context.call(slow, Worker.slow_down).result()
         assert len(context.first(2, Worker.turtle)) == 2

@@ -14,8 +14,9 @@ from urllib.error import HTTPError
 
 import pytest
 
+from rolecall import Run
 from rolecall.declare import describe
-from rolecall.inprocess.run import InProcessRun, run_in_process
+from tests.inprocess.jobs import summary_of
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +81,7 @@ def test_no_request_fails_while_members_are_killed_replaced_and_scaled(tmp_path:
     serve, port, loads = runpy.run_path(str(ROOT / "examples" / "serve.py")), free_ports(1)[0], list[Load]()
     problems = list[BaseException]()
 
-    def hurt(run: InProcessRun) -> None:
+    def hurt(run: Run) -> None:
         try:
             with Load(port) as load:
                 loads.append(load)
@@ -105,13 +106,12 @@ def test_no_request_fails_while_members_are_killed_replaced_and_scaled(tmp_path:
             problems.append(error)
             run.drain()
 
-    def started(run: InProcessRun) -> None:
+    def started(run: Run) -> None:
         threading.Thread(target=hurt, args=(run,), daemon=True).start()
 
-    settings = serve["Serve"](checkpoint_dir=tmp_path, http_port=port)
-    assert not describe.of_job(serve["JOB"], settings, "serve").steps
+    assert not describe.of_job(serve["JOB"], serve["Serve"](), "serve").steps
     for _ in range(2):  # a later start goes on
-        summary = run_in_process(serve["JOB"], settings, "serve", started=started)
+        summary = summary_of(serve["JOB"], started, checkpoint_dir=tmp_path, http_port=port)
         assert (summary["state"], problems) == ("stopped", [])
         assert not any(isinstance(error, HTTPError) for error in loads[-1].failures)  # nobody listens
     assert {len(answer) for load in loads for answer in load.answers} == {2}

@@ -69,6 +69,14 @@ def run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait(SECONDS)
 
 
+def test_a_drain_waits_for_no_breakpoint(run: subprocess.Popen[str], tmp_path: Path) -> None:
+    log, folder = tmp_path / "log", tmp_path / "run"
+    until(lambda: f"rolecall debug {folder} worker_0" in log.read_text(), "the breakpoint")
+    run.send_signal(signal.SIGINT)
+    assert run.wait(SECONDS) == 130
+    assert [*folder.glob("checkpoint-*")], log.read_text()  # it was no kill
+
+
 def test_a_member_is_debugged_for_longer_than_all_limits(run: subprocess.Popen[str], tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     until(lambda: f"rolecall debug {folder} worker_0" in log.read_text(), "the breakpoint")

@@ -47,7 +47,7 @@ PACKETS: dict[Any, list[Any]] = {  # the types that a reader decodes, and messag
         worker.Connected(3, 1),
         worker.Detached(3, 1, "rank 0 is gone"),
         worker.PeerLost(OTHER, replace=True),
-        worker.DrainRefused("no space"),
+        worker.DrainRefused(),
         worker.Stuck("has been loading", "in main"),
         worker.Result("failed", "x" * 100_000 + "\n", 7, {"a": [1.5, math.inf], "b": None}),
     ],

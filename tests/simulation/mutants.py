@@ -113,7 +113,7 @@ def attempts(mutant: Mutant) -> Iterator[str]:
     """What may find it, the likeliest first."""
     if mutant.found_by:
         yield mutant.found_by
-    yield from (f"script {path.stem}" for path in sorted((TESTS / mutant.core).glob("*.txt")))
+    yield from (f"script {path.stem}" for path in sorted((TESTS / mutant.core).rglob("*.txt")))
     yield from (f"seed {seed}" for seed in range(100_000))
 
 
@@ -135,8 +135,9 @@ def finds(attempt: str, promise: str) -> str:
         except Exception as error:
             return "" if promise else f"seed {name}: {type(error).__name__}: {error}"
         return ""
-    (path,) = TESTS.glob(f"*/{name}.txt")
-    play, text = import_module(f"tests.{path.parent.name}.test_scripts").play, path.read_text()
+    (path,) = TESTS.rglob(f"{name}.txt")
+    module = "links.test_pool" if path.parent.name == "pool" else f"{path.parent.name}.test_scripts"
+    play, text = import_module(f"tests.{module}").play, path.read_text()
     with pytest.MonkeyPatch.context() as patch:
         try:
             printed = play(text, patch) if path.parent.name == "links" else play(text)

@@ -386,7 +386,7 @@ class Worker(Process):
             self.step = self.simulation.promises.drained_step = max(self.step, self.base)
             self.end(messages.Result("drained", step=self.step))
         else:
-            self.up.send(messages.DrainRefused("the disk is full"))
+            self.up.send(messages.DrainRefused())
             self.clock.at(STEP, self, self.work)
 
     def _finished(self, done: bool) -> None:

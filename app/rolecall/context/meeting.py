@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import socket
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from rolecall.errors import CallTimeoutError, PeerLostError
 from rolecall.telemetry import Timer
 from rolecall.tunnel.client import TunnelClient
 from rolecall.tunnel.listening import BACKLOG, listen
-from rolecall.wire import codec
+from rolecall.wire import clock, codec
 from rolecall.wire.calls import Wire
 from rolecall.wire.connecting import Acceptor, Address, Dialer, Tls, WorkerIdentity, machine_id
 from rolecall.wire.link import Sockets
@@ -152,7 +153,9 @@ def _find(wire: Wire, services: Services, rank0: str, deadline: Deadline, peer: 
     """Where a member is that has come after the others: rank 0 knows it. Raises PeerLostError."""
     try:
         if wire.me == rank0:
-            return services.address(peer, join).result(deadline)
+            search = services.address(peer, join)
+            clock.wait(lambda seconds: bool(concurrent.futures.wait([search], seconds).done), deadline)
+            return search.result(0)
         request = Request("address", (peer, join), {}, float(deadline), internal=True)
         address: Address = wire.call(rank0, request, deadline).result()
         return address

@@ -51,7 +51,7 @@ class Supervision:
     def fail(self, problem: str | BaseException) -> None:
         """This process ends as one whose function raised `problem`, or a ProgramError with that text."""
 
-    def refuse_drain(self, problem: str) -> None:
+    def refuse_drain(self) -> None:
         """The drain's checkpoint could not be written."""
 
 

@@ -11,6 +11,7 @@ from rolecall.context.group import Group
 from rolecall.context.progress import Progress, ProgressEvent
 from rolecall.declare.remote import remote
 from rolecall.errors import PeerLostError
+from rolecall.wire import clock
 from rolecall.wire.connecting import Address
 
 Search = concurrent.futures.Future[Address]
@@ -129,7 +130,7 @@ class Services:
     def wait(self, seconds: float) -> Met:
         """Returns once every member has said that it is ready: rank 0 may hold the interpreter's lock from then on, and
         answer nobody. Raises TimeoutError if not all are within `seconds`."""
-        if not self._all_ready.wait(seconds):
+        if not clock.wait(self._all_ready.wait, seconds):
             raise TimeoutError
         return self._present()
 

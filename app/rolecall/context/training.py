@@ -150,7 +150,7 @@ class Training:
             raise Drained(step)
         self.group.drain_ordered.clear()
         self._saw_drain = False
-        self.supervision.refuse_drain(problem)
+        self.supervision.refuse_drain()
 
     def _write(self, step: int, state: State | None, wait: bool) -> str:
         """Writes a checkpoint. Returns the problem if it cannot be written."""

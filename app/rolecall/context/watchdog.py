@@ -216,7 +216,7 @@ class Watchdog:
         self._told |= {call.method for call in calls}
         more = f" and {len(calls) - 1} more calls" if len(calls) > 1 else ""
         first = calls[0]
-        return f"{first.to}.{first.method}{more} unanswered for {UNANSWERED_SECONDS:.0f} s; rolecall stacks RUN"
+        return f"{first.to}.{first.method}{more} unanswered for {UNANSWERED_SECONDS:.0f} s"
 
     def watch_calls(self, pending: Callable[[], list[PendingCall]]) -> None:
         """Includes calls that are not made by way of `called` in `long_calls`."""

@@ -21,7 +21,7 @@ from rolecall.context.context import mixed_seed, seed_generators
 from rolecall.context.eager import skip_dynamo_import
 from rolecall.errors import UsageError
 from rolecall.inprocess import threads
-from rolecall.wire import apart
+from rolecall.wire import apart, clock
 
 _taken = threading.Lock()  # by a run
 
@@ -47,8 +47,12 @@ class Debugger(pdb.Pdb):
         with self._terminal.lock:
             if self._terminal.is_left:
                 self.set_quit()
-            else:
+                return
+            clock.hold("the prompt")
+            try:
                 super().interaction(*args)
+            finally:
+                clock.hold("the prompt", False)
 
     def set_quit(self) -> None:
         """See `bdb.Bdb`."""
@@ -57,15 +61,21 @@ class Debugger(pdb.Pdb):
         super().set_quit()
 
 
+def is_debugged_elsewhere() -> bool:
+    """Whether breakpoints may stop elsewhere than at a `Debugger`'s prompt: by another hook, or in an editor."""
+    hook = sys.breakpointhook is not sys.__breakpointhook__ or config.exported("PYTHONBREAKPOINT")
+    return bool(hook) or "pydevd" in sys.modules
+
+
 def _run_apart(function: Callable[..., object], *arguments: Any) -> None:
     """Takes the place of `apart.run`, whose threads serve one worker after the other."""
     threading.Thread(target=function, args=arguments, name="wire apart", daemon=True).start()
 
 
 @contextlib.contextmanager
-def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -> Iterator[None]:
+def prepared(settings: Settings, quit: Callable[[], None], stream: Any) -> Iterator[None]:
     """Within the block, this process is that of all ranks of a run: torch's threads, random numbers, the log,
-    to `stream` or standard output, `breakpoint()`, and how often Python switches threads. `quit` is called as the user
+    to `stream`, `breakpoint()`, and how often Python switches threads. `quit` is called as the user
     leaves the debugger. Raises UsageError within another one's block."""
     if not _taken.acquire(blocking=False):
         raise UsageError("a job runs in this process already; wait for its end, or run one without --in-process")
@@ -78,7 +88,7 @@ def prepared(settings: Settings, quit: Callable[[], None], stream: Any = None) -
     seed_generators(mixed_seed(settings.seed))
     telemetry.setup_logging(settings.log_format, settings.log_level, stream, labels=threads.labels)
     telemetry.take_logging(settings.log_level)
-    if hook is sys.__breakpointhook__ and not config.exported("PYTHONBREAKPOINT"):
+    if not is_debugged_elsewhere():
         terminal = Terminal(quit)
         sys.breakpointhook = lambda *_, **__: Debugger(terminal).set_trace(sys._getframe(1))
     try:

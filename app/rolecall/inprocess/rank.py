@@ -51,6 +51,7 @@ class Shared:
     directory: Path  # for what ends with the run
     number: int
     stepped: Callable[[int], None]  # told of rank 0's steps
+    is_debugged_elsewhere: bool
     network: Network = field(default_factory=Network)
     coordinator: asyncio.Future[Coordinator] = field(default_factory=asyncio.Future)
     raised: list[BaseException] = field(default_factory=list)  # by roles' functions
@@ -106,7 +107,11 @@ class ThreadManager(WorkerManager):
     def _worker(self, number: int, task: Task) -> WorkerThreads:
         shared = self.shared
         # how long a lost peer may be the reason for an error: a breakpoint breaks nothing by that
-        settings = task.settings.model_copy(update={"lease_seconds": shared.settings.lease_seconds})
+        names = ["lease_seconds"]
+        if not shared.is_debugged_elsewhere:
+            names += ["rpc_timeout", "stuck_seconds", "phase_timeout"]  # by a clock that stands still at the prompt
+        limits = {name: getattr(shared.settings, name) for name in names}
+        settings = task.settings.model_copy(update=limits)
         return WorkerThreads(
             number,
             replace(task, settings=settings),

@@ -6,19 +6,17 @@ import asyncio
 import secrets
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rolecall import config
 from rolecall.config import Settings
-from rolecall.declare import describe, registry
+from rolecall.declare import registry
 from rolecall.declare.describe import Description
 from rolecall.declare.registry import Identity
 from rolecall.declare.spec import Job
-from rolecall.errors import FAILED, USAGE, ProgramError, RankError, UsageError
+from rolecall.errors import USAGE, UsageError
 from rolecall.gang.protocol import OVER, Key, name_of
-from rolecall.inprocess.process import prepared
+from rolecall.inprocess.process import is_debugged_elsewhere, prepared
 from rolecall.inprocess.rank import Shared, ThreadSupervisor
 from rolecall.record import rundir
 
@@ -44,13 +42,20 @@ def require_possible(job: Job, settings: Settings, description: Description) -> 
 
 
 class InProcessRun:
-    """The ranks of `job`, which `description` describes. They log to standard output, or `stream`.
-    Raises UsageError if one needs a process of its own.
+    """The ranks of `job`, which `description` describes. They log to `stream`. `stepped` is told of each step that rank
+    0 has made, in its thread. Raises UsageError if a rank needs a process of its own.
 
     `drain`, `kill` and `scale` may be called from any thread, those of the job included, once the run has begun.
     """
 
-    def __init__(self, job: Job, settings: Settings, description: Description, stream: Any = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        settings: Settings,
+        description: Description,
+        stream: Any,
+        stepped: Callable[[int], None] = lambda step: None,
+    ) -> None:
         require_possible(job, settings, description)
         given = settings.model_fields_set
         self.directory = settings.checkpoint_dir if "checkpoint_dir" in given else rundir.of_run(description.name)
@@ -60,23 +65,30 @@ class InProcessRun:
         self.job, self.description, self.settings = job, description, settings.model_copy(update=changes)
         self.summary: dict[str, Any] | None = None  # as in summary.json, once the run is over
         self.raised: BaseException | None = None  # the last that a role's function has raised
-        self._stream = stream
+        self._stream, self._stepped = stream, stepped
         self._ranks: dict[Key, ThreadSupervisor] = {}
         self._tasks: dict[Key, asyncio.Task[int]] = {}
         self._wanted: dict[str, int] = {}  # of roles that were scaled
         self.leaving = self._left_debugger = False
-        self.stepped: Callable[[int], None] = lambda step: None  # told of each step that rank 0 has made, in its thread
         self._count = 0  # of ranks, so far
 
     async def run(self) -> int:
         """Runs the job until it is over. Returns rank 0's exit code; 130 after `drain`. Raises UsageError."""
         self._loop, self._changed, self._stopped = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        elsewhere = is_debugged_elsewhere()
         with (
             prepared(self.settings, self._quit, self._stream),
             tempfile.TemporaryDirectory(prefix="rolecall-") as folder,
         ):
-            number = secrets.randbelow(2**31)
-            self._shared = Shared(self.job, self.description, self.settings, Path(folder), number, stepped=self.stepped)
+            self._shared = Shared(
+                self.job,
+                self.description,
+                self.settings,
+                Path(folder),
+                secrets.randbelow(2**31),
+                stepped=self._stepped,
+                is_debugged_elsewhere=elsewhere,
+            )
             for role in self.description.roles:
                 for ordinal in range(role.count):
                     self._start((role.name, ordinal))
@@ -177,7 +189,7 @@ class InProcessRun:
         Raises UsageError if that is not possible."""
         spec = next((spec for spec in self.description.roles if spec.name == role and spec.elastic), None)
         if spec is None or not spec.minimum <= count <= spec.maximum:
-            bounds = f"allows {spec.minimum} to {spec.maximum}" if spec else "is no elastic role"
+            bounds = f"the job allows {spec.minimum} to {spec.maximum}" if spec else "is no elastic role"
             raise UsageError(f"{role}={count}: {bounds}")
         self._loop.call_soon_threadsafe(self._scale, role, count)
 
@@ -196,42 +208,3 @@ class InProcessRun:
         over = self.leaving or (member.directive is not None and member.directive.kind in OVER)
         if member.hurried and in_order and not over and key[1] < self._wanted.get(key[0], 0):
             self._start(key)
-
-
-def run_in_process(
-    job: Job, settings: Settings | None = None, name: str = "job", started: Callable[[InProcessRun], None] | None = None
-) -> dict[str, Any]:
-    """Runs all ranks of `job` as threads of this process, and returns the summary, as in summary.json. `started` is
-    given the run before. Any thread may call this, again and again; no thread outlasts it.
-
-    Raises UsageError for bad input, ProgramError with the cause if the job has failed, and RankError if its result is
-    not saved.
-    """
-    settings = settings or config.load(job.settings)
-    run = InProcessRun(job, settings, describe.of_job(job, settings, name))
-    if started:
-        started(run)
-    code = _block(run)
-    if code == FAILED:
-        raise ProgramError(run.failure) from run.raised
-    if code not in (0, INTERRUPTED) or run.summary is None:
-        raise RankError(f"{name}: ended with exit code {code}, without a result in {run.directory}")
-    return run.summary
-
-
-def _block(run: InProcessRun) -> int:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(run.run())
-    with ThreadPoolExecutor(1) as thread:  # this one has a loop, as in a notebook
-        code = thread.submit(asyncio.run, run.run())
-        try:
-            return code.result()
-        except KeyboardInterrupt:  # Ctrl-C drains; the next one ends the run at once
-            run.drain()
-            try:
-                code.result()
-            except KeyboardInterrupt:
-                run.drain()
-            raise

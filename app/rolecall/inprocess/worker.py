@@ -98,6 +98,8 @@ class ThreadEnd(WorkerEnd):
         super().__init__(connection, task, watchdog, exit)
         self._failed, self._stepped = failed, stepped
 
+    shows_stacks = f"py-spy dump --pid {os.getpid()}"
+
     def require_alive(self) -> None:
         """Raises `Ended` if the worker has ended."""
         if self._over.is_set():

@@ -4,6 +4,7 @@
 commands.py      `rolecall ps`, `kill` and `scale`: commands for a run, which they reach by its control socket
 control.py       The control socket of `rolecall run`: other commands list its ranks there
 debugger.py      `rolecall debug`: attaches the terminal to a member that is stopped
+ended.py         How a run that `rolecall.start` holds has ended: its result, or an error
 gpu.py           GPUs for the ranks of `rolecall run`
 here.py          What ranks need of their machine: ports, GPUs, a temporary folder, and the start of their processes
 host.py          A host of `rolecall run --hosts`: its connection by ssh, and the ranks there

@@ -93,5 +93,5 @@ def ask(run: str, request: Request) -> Reply:
     except (OSError, ValueError) as error:
         raise UsageError(f"RUN {run!r}: the run is ending, and takes no commands any more") from error
     if reply.error:
-        raise UsageError(f"RUN {run!r}: {reply.error}")
+        raise UsageError(reply.error)
     return reply

@@ -48,37 +48,36 @@ def run(words: Sequence[str]) -> int:
     rank, local = commands.find(arguments.run, arguments.rank), targets.run_in(Path(arguments.run))
     if rank.host or local is None:
         raise UsageError(f"{rank.name}: runs on {rank.host}; `rolecall debug` attaches to ranks of this machine")
-    path = control.debugger(Path(local.control).parent, rank.name)
+    folder = Path(local.control).parent
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  edits and remembers what `input` reads
     try:
-        connection = _connect(path) or _stop(rank, arguments.run, path)
+        connection = _connect(folder, rank) or _stop(rank, arguments.run, folder)
         with connection:
             return Client(connection, rank.name).run()
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _connect(path: Path) -> socket.socket | None:
-    """A connection to a member that is stopped; None if it is not, or somebody else is attached."""
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(str(path))
-        if same_user(connection):
-            return connection
-    except OSError:  # nobody listens
-        pass
-    connection.close()
+def _connect(folder: Path, rank: ListedRank) -> socket.socket | None:
+    """A connection to a process of a member that is stopped; None if none is, or somebody else is attached."""
+    for path in sorted(folder.glob(control.debugger(rank.name))):
+        connection = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):  # nobody listens
+            connection.connect(str(path))
+            if same_user(connection):
+                return connection
+        connection.close()
     return None
 
 
-def _stop(rank: ListedRank, run: str, path: Path) -> socket.socket:
+def _stop(rank: ListedRank, run: str, folder: Path) -> socket.socket:
     """Stops the main thread of a rank's worker, and attaches. Ctrl-C ends the wait for its next line."""
     pid = next((process.pid for part, process in machine.parts(rank.pid) if part == "worker"), 0) if rank.pid else 0
     if not pid or not _interrupt(pid):
         raise UsageError(f"{rank.name}: has no worker that can be stopped; `rolecall ps {run}` lists its processes")
     hint_at = time.monotonic() + HINT_SECONDS
-    while (connection := _connect(path)) is None:
+    while (connection := _connect(folder, rank)) is None:
         if not Path(f"/proc/{pid}").exists():
             raise UsageError(f"{rank.name}: its worker has ended")
         if time.monotonic() > hint_at:

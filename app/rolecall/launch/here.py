@@ -27,6 +27,7 @@ from rolecall.rank.fork_server import ForkError
 from rolecall.rank.zygote import Forked, Zygote
 
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
+REASONS = "rolecall-reasons-"  # begins the name of a locked file in TMPDIR, with why processes of a run have ended
 LOCK = "lock"  # in a run's temporary folder
 LEFT = ("fork-server-{}-*", "rolecall-{}-*")  # there, by the process of a rank: what a killed one leaves
 LAST_OUTPUT_SECONDS = 2.0  # seconds for the rest of an ended rank's output
@@ -62,10 +63,11 @@ def temporary_folder() -> tuple[Path, int]:
 
 
 def remove_leftovers() -> None:
-    """Removes the folders of runs of this user that were killed, and the sources that they passed on."""
+    """Removes the folders of runs of this user that were killed, and the files of who has started them."""
     folder = Path(tempfile.gettempdir())
     folders = ((path, path / LOCK) for path in folder.glob("rolecall-local-*"))
-    for path, file in (*folders, *((path, path) for path in folder.glob(f"{sources.PREFIX}*"))):
+    files = (path for prefix in (sources.PREFIX, REASONS) for path in folder.glob(f"{prefix}*"))
+    for path, file in (*folders, *((path, path) for path in files)):
         with contextlib.suppress(OSError):  # another user's; or one whose run lives, or has just removed it
             lock = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
             try:

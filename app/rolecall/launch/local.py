@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -24,7 +25,7 @@ from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, remove_leftovers, te
 from rolecall.launch.hosts import Hosts
 from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
-from rolecall.messages.control import SOCKET, ListedRank
+from rolecall.messages.control import SOCKET, ListedRank, debugger
 from rolecall.observe import ask, targets
 from rolecall.observe.sinks.feed import END_SECONDS
 from rolecall.observe.targets import Address
@@ -36,6 +37,7 @@ from rolecall.tunnel import keys
 ANSWER_SECONDS = 5.0  # for a supervisor to answer
 INFORMED_SECONDS = 1.0  # for the ranks that rank 0 has told of the end to exit
 EXIT_SECONDS = 10.0  # for the other ranks to exit after the first
+BREAKPOINT_SECONDS = 0.2  # between two looks whether a rank stands at one
 CRASH_REPORT_SECONDS = 1.0  # for rank 0 to reply to the report of a crash
 
 
@@ -227,6 +229,7 @@ class LocalRun:
             rank.stop(drain=refused or interrupted.done())
         if self._zygote and all(rank.process is None for rank in self.ranks):
             self._zygote.end()  # it imports, and they wait for it
+        passing = asyncio.create_task(self._pass_breakpoints() if interrupted.done() else asyncio.Event().wait())
         if interrupted.done():
             s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
             grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + END_SECONDS
@@ -240,9 +243,18 @@ class LocalRun:
         if pending := {task for task in self._tasks.values() if not task.done()}:
             await _wait(pending, signalled, EXIT_SECONDS)
         code = INTERRUPTED if interrupted.done() else next((code for code in codes if code), 0)
-        interrupted.cancel()
-        again.cancel()
+        for task in (interrupted, again, passing):
+            task.cancel()
         return code
+
+    async def _pass_breakpoints(self) -> None:
+        """Has ranks go on from breakpoints at which nobody is attached: a drain waits for none of them."""
+        while True:
+            for path in self._temporary.glob(debugger()):
+                with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as attached:
+                    attached.setblocking(False)
+                    attached.connect(str(path))
+            await asyncio.sleep(BREAKPOINT_SECONDS)
 
     async def _frozen(self, rank0: asyncio.Task[int]) -> None:
         """Returns once rank 0 has answered nothing for longer than the others would wait for it, or has ended."""

@@ -7,11 +7,13 @@ signals. So runs of several jobs take nothing from each other, nor from the prog
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +22,9 @@ from typing import Any
 
 from rolecall import config
 from rolecall.declare import registry
-from rolecall.errors import (
-    FAILED,
-    UNSAVED,
-    USAGE,
-    Drained,
-    ProgramError,
-    RankError,
-    RemoteError,
-    RemoteTraceback,
-    UsageError,
-)
-from rolecall.launch import control
-from rolecall.launch.output import TRACEBACK
+from rolecall.errors import FAILED, UNSAVED, USAGE, UsageError
+from rolecall.launch import control, here
+from rolecall.launch.ended import Ended
 from rolecall.launch.rank_process import INTERRUPTED
 from rolecall.messages.control import KillRank, ListedRank, ListRanks, ScaleRole
 from rolecall.observe import targets
@@ -41,9 +33,6 @@ from rolecall.record import rundir
 STOP_SECONDS = 20.0  # for the process to end its ranks, and itself; it waits for less
 LAST_OUTPUT_SECONDS = 2.0  # for the rest of what it has written
 POLL_SECONDS = 0.02
-REMOTE = "rolecall.RemoteError: "
-SAYS = "rolecall: "  # begins a line of its own
-NO_REASON = ("this run as a page: ", "failed (", "stopping: ")
 
 
 def directory_of(name: str) -> Path:
@@ -75,11 +64,13 @@ class ProcessRun:
         directory = Path(given) if given else directory_of(registry.name_of(target))
         self.directory = directory.absolute()
         self._disposable, self._show = not given, show
-        self._reasons = list[str]()
+        self._reasons = tempfile.NamedTemporaryFile(prefix=here.REASONS)  # noqa: SIM115 removed with the run
+        fcntl.flock(self._reasons, fcntl.LOCK_EX)
         self._before = self._written()
         self._left_early = False
         command = [sys.executable, "-P", "-m", "rolecall", "run", target, "--tied", str(os.getpid()), *flags]
-        passed = {config.SOURCES: "", config.DESCRIPTION: ""}  # to a rank, which this may be; they are of its job
+        # this may be a rank: it was passed those of its own job
+        passed = {config.SOURCES: "", config.DESCRIPTION: "", config.REASONS: self._reasons.name}
         environment = config.child_environment(**{**variables, **passed, "CHECKPOINT_DIR": str(directory)})
         self._process = subprocess.Popen(
             command,
@@ -142,42 +133,36 @@ class ProcessRun:
                 self._process.wait(POLL_SECONDS)
         self._process.kill()
 
-    def run(self) -> dict[str, Any]:
-        """Waits until it is over. Returns the result; raises Drained, UsageError, ProgramError and RankError."""
+    def run(self) -> Ended:
+        """Waits until it is over."""
         reader = threading.Thread(target=self._read, daemon=True)
         reader.start()
         code = self._process.wait()
         reader.join(LAST_OUTPUT_SECONDS)
+        reason = self._reason()
+        self._reasons.close()
         if code == USAGE and self._disposable:
             self._dispose()
         # an earlier run's counts only for what had finished, and is shown again
         summary = self._summary() if code == 0 or self._written() != self._before else {}
-        if summary and (code == 0 or (code == INTERRUPTED and summary.get("state") == "finished")):
-            return dict(summary.get("result", {}))
-        if code == INTERRUPTED or (self._left_early and code not in (FAILED, UNSAVED)):
-            raise Drained(rundir.newest_step(self.directory) if self.directory.is_dir() else 0)
-        reason = next(iter(self._reasons), f"ended with exit code {code}; its logs are in {self.directory}")
-        if code == USAGE:
-            raise UsageError(reason)
+        if self._left_early and code not in (0, FAILED, UNSAVED):
+            code = INTERRUPTED
         if code == FAILED:
             failed = rundir.read_failed(self.directory)
-            raise program_error(failed.reason if failed else str(summary.get("reason") or reason))
-        if code == UNSAVED:
-            raise RankError(f"the job has finished, and its result is not saved; see the logs in {self.directory}")
-        if code == 0:
-            raise RankError(f"the job has finished, but there is no {self.directory / rundir.SUMMARY}")
-        raise RankError(reason)
+            reason = failed.reason if failed else str(summary.get("reason") or reason)
+        return Ended(self.directory, code, summary, reason)
 
     def _read(self) -> None:
         assert self._process.stdout
         with self._process.stdout as lines:
             for line in lines:
                 text = line.rstrip("\n")
-                if text.startswith(SAYS) and not text.removeprefix(SAYS).startswith(NO_REASON):
-                    self._reasons.append(text.removeprefix(SAYS))
-                    if not self.up:
-                        continue  # an error has it
-                self._show(text)
+                if self.up or text != f"rolecall: {self._reason()}":  # else an error has it
+                    self._show(text)
+
+    def _reason(self) -> str:
+        """The first that one of its processes has given for its end; empty if there is none."""
+        return Path(self._reasons.name).read_text(errors="replace").partition("\n")[0]
 
     def _summary(self) -> dict[str, Any]:
         with contextlib.suppress(OSError):
@@ -196,23 +181,3 @@ class ProcessRun:
             shutil.rmtree(self.directory, ignore_errors=True)
             with contextlib.suppress(OSError):  # there are other runs
                 self.directory.parent.rmdir()
-
-
-def last_error(reason: str) -> str:
-    """The error with which a traceback ends, perhaps of several lines; a text without one as it is."""
-    lines = reason.strip().splitlines()
-    frames = [number for number, line in enumerate(lines) if line.startswith("  File ") or TRACEBACK in line]
-    after = [n for n, line in enumerate(lines) if n > frames[-1] and not line.startswith(" ")] if frames else [0]
-    return "\n".join(lines[after[0] if after else -1 :])
-
-
-def program_error(reason: str) -> ProgramError:
-    """What a job failed of, chained to the traceback of another process if `reason` has one."""
-    member, divider, rest = reason.strip().partition(f": {TRACEBACK}")
-    last = last_error(reason)
-    error = ProgramError(last)
-    if divider:
-        remote = RemoteError(last.removeprefix(REMOTE) if last.startswith(REMOTE) else f"{member} raised {last}")
-        remote.__cause__ = RemoteTraceback(f"{TRACEBACK}{rest}")
-        error.__cause__ = remote
-    return error

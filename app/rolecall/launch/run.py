@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,7 +83,7 @@ class Run:
 
     def _follow(self) -> None:
         try:
-            result = self._driver.run()
+            result = self._driver.run().result()
         except BaseException as error:  # Drained is no Exception
             self._over.set()
             self._future.set_exception(error)
@@ -218,6 +218,17 @@ def start(job: Job | str | os.PathLike[str], *, in_process: bool = False, **sett
     Returns at once; for a path or a module, once another process has imported it. Raises UsageError for wrong settings,
     and for a job that ranks would not find, before anything starts.
     """
+    return start_with(job, settings, in_process=in_process)
+
+
+def start_with(
+    job: Job | str | os.PathLike[str],
+    settings: dict[str, Any],
+    *,
+    in_process: bool,
+    stepped: Callable[[int], None] = lambda step: None,
+) -> Run:
+    """As `start`. If ranks are threads, `stepped` is told of each step that rank 0 has made, in its thread."""
     loader.require_imported()
     display = Display()
     show = display.lines.append if notebook.is_here() else _print
@@ -235,7 +246,7 @@ def start(job: Job | str | os.PathLike[str], *, in_process: bool = False, **sett
         if holder and getattr(holder[0], "__file__", None):
             preflight.require_sound(declared, holder[0])
         values = _checked(declared, settings)
-        started = Run(registry.name_of(name), ThreadRun(declared, values, name, show), display)
+        started = Run(registry.name_of(name), ThreadRun(declared, values, name, show, stepped), display)
     else:
         target = registry.target_of(job) if isinstance(job, Job) else os.fspath(job)
         registry.require_target(target)

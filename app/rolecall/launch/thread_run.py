@@ -11,28 +11,29 @@ from typing import Any
 from rolecall.config import Settings
 from rolecall.declare import describe, registry
 from rolecall.declare.spec import Job
-from rolecall.errors import FAILED, Drained, ProgramError, RankError
+from rolecall.errors import FAILED
 from rolecall.inprocess.run import InProcessRun, require_possible
+from rolecall.launch.ended import Ended
 from rolecall.launch.in_process import Lines
-from rolecall.launch.process_run import directory_of, last_error
-from rolecall.launch.rank_process import INTERRUPTED
+from rolecall.launch.process_run import directory_of
 from rolecall.messages.control import ListedRank
-from rolecall.record import rundir
 
 BEGIN_SECONDS = 60.0  # for a run to begin
 
 
 class ThreadRun:
-    """The ranks of `job`, called `name`, with `settings`. `show` is given each line of their logs. Raises UsageError if
-    one needs a process of its own."""
+    """The ranks of `job`, called `name`, with `settings`. `show` is given each line of their logs; `stepped` is told of
+    each step that rank 0 has made, in its thread. Raises UsageError if a rank needs a process of its own."""
 
-    def __init__(self, job: Job, settings: Settings, name: str, show: Callable[[str], None]) -> None:
+    def __init__(
+        self, job: Job, settings: Settings, name: str, show: Callable[[str], None], stepped: Callable[[int], None]
+    ) -> None:
         description = describe.of_job(job, settings, name)
         require_possible(job, settings, description)  # before there is a directory
         given = "checkpoint_dir" in settings.model_fields_set
         directory = settings.checkpoint_dir if given else directory_of(registry.name_of(name))
         settings = settings.model_copy(update={"checkpoint_dir": directory.absolute()})
-        self._run = InProcessRun(job, settings, description, Lines(show))
+        self._run = InProcessRun(job, settings, description, Lines(show), stepped)
         self.directory = self._run.directory
         self._begun = threading.Event()
         self._over = False
@@ -74,8 +75,8 @@ class ThreadRun:
         if not self._over:
             self._run.drain()
 
-    def run(self) -> dict[str, Any]:
-        """Runs it until it is over. Returns the result; raises Drained, UsageError, ProgramError and RankError."""
+    def run(self) -> Ended:
+        """Runs it until it is over. Raises UsageError."""
 
         async def main() -> int:
             asyncio.get_running_loop().call_soon(self._begun.set)
@@ -86,11 +87,5 @@ class ThreadRun:
         finally:
             self._over = True
             self._begun.set()
-        summary = self._run.summary
-        if summary and (code == 0 or (code == INTERRUPTED and summary.get("state") == "finished")):
-            return dict(summary.get("result", {}))
-        if code == INTERRUPTED:
-            raise Drained(rundir.newest_step(self.directory) if self.directory.is_dir() else 0)
-        if code == FAILED:
-            raise ProgramError(last_error(self._run.failure)) from self._run.raised
-        raise RankError(f"ended with exit code {code}, without a result in {self.directory}")
+        reason = self._run.failure if code == FAILED else ""
+        return Ended(self.directory, code, self._run.summary or {}, reason, self._run.raised)

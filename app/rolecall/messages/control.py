@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from msgspec import Struct
 
@@ -12,9 +11,10 @@ from rolecall.gang.protocol import name_of
 SOCKET = "control"  # the socket's name in the run's temporary folder, which is TMPDIR of its ranks
 
 
-def debugger(folder: Path, member: str) -> Path:
-    """The socket at which `member` waits for `rolecall debug`, in the run's temporary folder."""
-    return folder / f"debug-{member}"
+def debugger(member: str = "*", pid: int | str = "*") -> str:
+    """The name of the socket, in the run's temporary folder, at which the process `pid` of `member` waits for
+    `rolecall debug`, or a pattern of such names: a spare may wait beside its member's worker."""
+    return f"debug-{member}-{pid}"
 
 
 class ListRanks(Struct, frozen=True, tag="ranks", tag_field="what"):

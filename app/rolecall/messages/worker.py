@@ -56,8 +56,6 @@ class PeerLost(Struct, frozen=True, tag="peer lost"):
 class DrainRefused(Struct, frozen=True, tag="drain refused"):
     """The drain's checkpoint could not be written."""
 
-    problem: str
-
 
 class Stuck(Struct, frozen=True, tag="stuck"):
     """A step or a phase takes too long; `stacks` are those of the worker's threads."""

@@ -66,10 +66,10 @@ class Terminal:
         seconds = min(seconds, self._seconds)
         command = f"rolecall debug {self._run} {self.member}"
         telemetry.log().warning(f"breakpoint at {place}: {command}")
-        path = control.debugger(Path(tempfile.gettempdir()), self.member)
+        path = Path(tempfile.gettempdir(), control.debugger(self.member, os.getpid()))
         problem = f"nobody has attached for {seconds:g} s"
         try:
-            path.unlink(missing_ok=True)  # of a worker that was killed
+            path.unlink(missing_ok=True)  # of a killed process that had this number
             with unix_listener(path) as listener:
                 self._socket = _accept(listener, time.monotonic() + seconds)
         except OSError as error:  # a socket's path has at most 107 characters

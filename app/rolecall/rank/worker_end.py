@@ -41,6 +41,8 @@ class WorkerEnd(Supervision):
     """Safe to use from several threads. If the supervisor is gone, the process exits at once; `exit` takes its exit
     code, and does not return. `watchdog` is None for a check of the settings."""
 
+    shows_stacks = "rolecall stacks RUN"
+
     def __init__(
         self,
         connection: Connection,
@@ -86,7 +88,7 @@ class WorkerEnd(Supervision):
         while True:
             self.report()
             if self._watchdog and (unanswered := self._watchdog.unanswered()):
-                telemetry.log().warning(unanswered)
+                telemetry.log().warning(f"{unanswered}; {self.shows_stacks}")
             if not stuck and self._watchdog and (problem := self._watchdog.check()):
                 stuck = True
                 self.report_stuck(problem)
@@ -135,9 +137,9 @@ class WorkerEnd(Supervision):
         # by another thread: the debugged one may be stopped where it holds the lock
         threading.Thread(target=self.report, name="debugging", daemon=True).start()
 
-    def refuse_drain(self, problem: str) -> None:
+    def refuse_drain(self) -> None:
         """Reports that the drain's checkpoint could not be written."""
-        self.send(messages.DrainRefused(problem))
+        self.send(messages.DrainRefused())
 
     # ---- the end
 

@@ -20,6 +20,7 @@ from rolecall.torch_rpc.reach import LOOPBACK, TunnelStore
 from rolecall.tunnel import places
 from rolecall.tunnel.client import TunnelClient
 from rolecall.tunnel.listening import listen
+from rolecall.wire import clock
 
 OTHER_USERS_DOC = "docs/security.md#other-users-of-the-machine"
 
@@ -110,15 +111,15 @@ def is_loopback(address: str) -> bool:
 
 def _await_listener(settings: Settings) -> None:
     """Waits until rank 0's worker listens: once refused, the store's own client waits a second before it retries."""
-    end = time.monotonic() + settings.connect_timeout
+    end = clock.now() + settings.connect_timeout
     while True:
         try:
             socket.create_connection(
-                (settings.master_addr, settings.rank0_plain_port), max(0.1, end - time.monotonic())
+                (settings.master_addr, settings.rank0_plain_port), max(0.1, end - clock.now())
             ).close()
             return
         except OSError as error:
-            if time.monotonic() > end:
+            if clock.now() > end:
                 where = f"{settings.master_addr}:{settings.rank0_plain_port}"
                 raise PeerLostError(f"rank 0's worker cannot be reached at {where}: {error}") from error
             time.sleep(0.02)  # another machine's port has no event for becoming open

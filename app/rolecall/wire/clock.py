@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 HELD_SECONDS = 0.5  # between two looks at a deadline while the time stands still
 _lock = threading.Lock()
@@ -41,3 +42,11 @@ def seconds_until(end: float) -> float:
     """How long to wait until `end` is to be looked at again."""
     left = max(0.0, end - now())
     return left if _held[0] is None else max(left, HELD_SECONDS)
+
+
+def wait(wait: Callable[[float], bool], seconds: float) -> bool:
+    """Calls `wait` with seconds until it returns True, for `seconds` at most. Returns whether it has."""
+    end = now() + seconds
+    while not (done := wait(seconds_until(end))) and now() < end:
+        pass
+    return done

@@ -29,7 +29,7 @@ from rolecall.tunnel.client import TunnelClient
 from rolecall.tunnel.dial import connect, set_keepalive
 from rolecall.tunnel.local import process_at, same_user, unix_listener
 from rolecall.tunnel.tickets import preamble
-from rolecall.wire import apart, memory
+from rolecall.wire import apart, clock, memory
 from rolecall.wire.link import Sockets
 from rolecall.wire.memory import Region
 from rolecall.wire.session import Session
@@ -440,7 +440,7 @@ class Dialer:
         address = self.addresses.get(peer)
         if address is None or address.join < join:
             address = self.addresses[peer] = self.find(peer, join)
-        end = time.monotonic() + self._seconds
+        end = clock.now() + self._seconds
         return self._open(address, end)._replace(join=address.join)
 
     def _open(self, address: Address, end: float) -> Sockets:
@@ -448,10 +448,11 @@ class Dialer:
             with contextlib.suppress(OSError, ValueError):  # another container's, by the same name
                 return self._open_unix(address)
         while True:
+            until = time.monotonic() + end - clock.now()
             try:
-                return self._open_pair(address, end) if self._tls else self._open_tcp(address, end)
+                return self._open_pair(address, until) if self._tls else self._open_tcp(address, until)
             except (OSError, ValueError, PeerLostError) as error:
-                if time.monotonic() + RETRY_SECONDS > end or self._session.ended:
+                if clock.now() + RETRY_SECONDS > end or self._session.ended:
                     place = f"{address.host}:{address.port}"
                     raise PeerLostError(f"{address.name} at {place} cannot be reached: {error}") from error
             time.sleep(RETRY_SECONDS)  # another process's port has no event for becoming open

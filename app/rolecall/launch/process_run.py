@@ -33,6 +33,7 @@ from rolecall.record import rundir
 STOP_SECONDS = 20.0  # for the process to end its ranks, and itself; it waits for less
 LAST_OUTPUT_SECONDS = 2.0  # for the rest of what it has written
 POLL_SECONDS = 0.02
+MAX_REASON_BYTES = 2**16
 
 
 def directory_of(name: str) -> Path:
@@ -162,7 +163,8 @@ class ProcessRun:
 
     def _reason(self) -> str:
         """The first that one of its processes has given for its end; empty if there is none."""
-        return Path(self._reasons.name).read_text(errors="replace").partition("\n")[0]
+        said = os.pread(self._reasons.fileno(), MAX_REASON_BYTES, 0)  # others write to it
+        return said.decode(errors="replace").partition("\n")[0]
 
     def _summary(self) -> dict[str, Any]:
         with contextlib.suppress(OSError):

@@ -12,16 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
-from rolecall.errors import PeerLostError
-from rolecall.tunnel import local, places
+from rolecall.config import Settings
+from rolecall.errors import PeerLostError, UsageError
+from rolecall.tunnel import keys, local, places
+from rolecall.tunnel.handle import Handle
 from rolecall.tunnel.local import loopback_listener
 from rolecall.tunnel.relay import Rewrite
 from tests.ports import free_ports
-from tests.tunnel.tunnel_process import RANK_0
+from tests.tunnel.tunnel_process import JOB, RANK_0
 from tests.tunnel.tunnels import Server, Tunnel, dialled, echo, received, until
 
 MEGABYTE = 2**20
@@ -48,6 +51,12 @@ def led(pair: Pair, server: Server) -> int:
 
 
 _kept: list[object] = []
+
+
+def test_a_folder_with_too_long_a_path_is_refused(tmp_path: Path) -> None:
+    settings = Settings(job=JOB, port=free_ports(1)[0], bind_addr="127.0.0.1", job_token=keys.new_token())
+    with pytest.raises(UsageError, match=r"^TMPDIR=.*a shorter path"):
+        Handle(settings, JOB, RANK_0, RANK_0, tmp_path / ("x" * 120))
 
 
 def test_what_is_sent_comes_back(pair: Pair) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rolecall import machine, telemetry
 from rolecall.config import Settings
+from rolecall.errors import UsageError
 from rolecall.messages.codec import decode, encode
 from rolecall.messages.tunnel import Figures, Place
 from rolecall.tunnel import places
@@ -33,18 +34,18 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class Handle:
     """The tunnel of this process's rank, whose sockets are in `directory`.
 
-    Raises UsageError if PORT is taken, or if neither a token nor a certificate is given.
+    Raises UsageError if PORT is taken, if neither a token nor a certificate is given, or if the path is too long.
     """
 
     def __init__(self, settings: Settings, job: str, name: str, rank0: str, directory: Path) -> None:
         self.directory = directory
         credentials = Credentials(settings, job, name)
         # all are there before it is: whoever connects early waits for it
-        listeners = Listeners(
-            listen(settings),
-            unix_listener(directory / places.INSIDE, socket.SOCK_SEQPACKET),
-            unix_listener(directory / places.CONTROL),
-        )
+        outside = listen(settings)
+        problem = f"TMPDIR={directory.parent}: cannot hold the sockets of a rank"
+        with UsageError.wrap(problem, OSError, advice="name a shorter path"):  # of at most 107 characters with theirs
+            inside = unix_listener(directory / places.INSIDE, socket.SOCK_SEQPACKET)
+            listeners = Listeners(outside, inside, unix_listener(directory / places.CONTROL))
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         coordinator = directory / places.COORDINATOR if name == rank0 else None
         make = partial(

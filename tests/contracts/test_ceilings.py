@@ -23,7 +23,7 @@ ROOMS = {
     "rolecall/jobs/rl": 4260,
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
-    "rolecall/launch": 3370,  # how runs from Python end, and a drain that passes breakpoints; inprocess lost as much
+    "rolecall/launch": 3370,  # how runs from Python end, and a drain that passes breakpoints
     "rolecall/life": 1100,  # what rank decided before, and its table of states
     "rolecall/links": 900,  # the decisions of a map
     "rolecall/messages": 570,  # the declarations and codecs of six rooms

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,9 +17,10 @@ from rolecall.links import effects, links
 from rolecall.links.effects import Batch
 from rolecall.wire import apart
 from rolecall.wire.codec import encode
-from rolecall.wire.frames import FrameReader, FrameWriter, Kind
+from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
 from rolecall.wire.link import Sockets
 from rolecall.wire.messages import Deadline, Handover, Request
+from rolecall.wire.readers import LongCallMonitor, Readers
 from tests.wire.wires import DEADLINE, Wires, until
 
 SOON = DEADLINE / 4  # in which what is not held up has come
@@ -194,6 +196,45 @@ def test_a_coroutine_that_stops_its_loop_ends_no_other(wires: Wires) -> None:
     for _ in range(2):
         wires.call("a", "b", "stop").result(SOON)
     assert wires.call("a", "b", "quick").result(SOON) == 1
+
+
+@pytest.mark.parametrize("steps_aside", [True, False])
+def test_while_a_call_waits_the_next_frame_is_read(monkeypatch: pytest.MonkeyPatch, steps_aside: bool) -> None:
+    """Whatever order the threads run in: a thread that is woken up goes on at once, if that is possible."""
+    count = 20
+    arrived = [threading.Event() for _ in range(count + 1)]
+    frames, problems, monitor = iter(range(count)), list[int](), LongCallMonitor()
+
+    def read() -> Frame | None:
+        number = next(frames, count)
+        arrived[number].set()
+        return Frame(Kind.REQUEST, number, b"", ()) if number < count else None
+
+    def run(frame: Frame) -> None:
+        if steps_aside:
+            readers.step_aside()
+        if not arrived[frame.call + 1].wait(SOON):
+            problems.append(frame.call)
+
+    class Yielding:
+        """A lock that lets others run as it is released."""
+
+        def __init__(self) -> None:
+            self._lock = threading.Semaphore()
+
+        def acquire(self) -> bool:
+            return self._lock.acquire()
+
+        def release(self) -> None:
+            self._lock.release()
+            time.sleep(0.001)
+
+    readers = Readers("frames", monitor, read, run)
+    monkeypatch.setattr(readers, "_reading", Yielding())
+    readers.start()
+    assert arrived[count].wait(DEADLINE)
+    assert not problems
+    monitor.stop()
 
 
 def test_what_is_sent_apart_holds_up_no_caller_and_is_not_overtaken() -> None:

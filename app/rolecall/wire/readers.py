@@ -114,21 +114,21 @@ class Readers:
         if self._spare < 2 and not self._add_thread():
             return False
         self._spare -= 1
+        self._running = 0  # first: who reads next sets it
         self._reading.release()
         return True
 
     def step_aside(self) -> None:
         """This thread will wait: if it is the one that reads, another reads on."""
-        if self._running and self._runner == threading.get_ident():
-            with self._lock:
-                if self._running and self._pass_on():
-                    self._running = 0
+        with self._lock:
+            if self._running and self._runner == threading.get_ident():
+                self._pass_on()
 
     def look(self) -> bool:
         """Lets another thread read if this call was running at the look before. Returns False if there are none."""
         with self._lock:
             if self._running and self._running == self._seen and self._pass_on():
-                self._running, self._eager = 0, EAGER_CALLS
+                self._eager = EAGER_CALLS
             self._idle = self._idle + 1 if self._number == self._seen else 0
             self._seen = self._number
             if self._idle < IDLE_LOOKS:

@@ -112,7 +112,6 @@ def _stop(processes: list[Any]) -> None:
 def _work(sender: Connection, groups: list[range], play: Play[Any]) -> None:
     """Runs in a process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends this process
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # if the parent is killed
 
     def on_hang(line: str) -> None:
@@ -120,6 +119,7 @@ def _work(sender: Connection, groups: list[range], play: Play[Any]) -> None:
         os._exit(HANG_EXIT_CODE)
 
     with suppress(KeyboardInterrupt, BrokenPipeError):  # the parent has ended this process, or is dead
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             for group in groups:
                 sender.send((group, play(group, on_hang)))

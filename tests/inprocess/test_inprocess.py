@@ -20,9 +20,11 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from filelock import FileLock
 
 import rolecall
 from rolecall import Context, Job, ProgramError, Role, Run, UsageError, __main__
+from rolecall.record import rundir
 from rolecall.wire import clock
 from tests.inprocess.jobs import ONES, Worker, Workers, job, run, summary_of, threads
 
@@ -149,6 +151,31 @@ def test_a_killed_lead_resumes_from_its_checkpoint_and_members_stay(tmp_path: Pa
 
     assert run(lead, tmp_path)["result"]["generations"] == [[1, 2], [1, 2]]
     assert begun == [1, 2, 3, 4, 5, *range(4, 11)]
+
+
+def test_a_kill_as_the_lock_of_the_writer_is_taken_leaves_it_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks, runs = list[FileLock](), list[Run]()
+
+    class Slow(FileLock):
+        def acquire(self, *args: Any, **options: Any) -> Any:
+            held = super().acquire(*args, **options)
+            if Path(self.lock_file).name == rundir.WRITER_LOCK:
+                locks.append(self)  # nobody else may have it yet: what interrupts this does not release it
+                if len(locks) == 2:
+                    runs[0].kill("lead_0")
+                    threading.Event().wait(0.5)
+            return held
+
+    def lead(context: Context[Any], here: Run) -> dict[str, Any]:
+        if context.generation == 1:
+            runs.append(here)
+            here.kill("lead_0")
+        return {"generation": context.generation}
+
+    monkeypatch.setattr(rundir, "FileLock", Slow)
+    assert run(lead, tmp_path, lease_seconds=2, workers=1)["result"]["generation"] == 3
 
 
 def test_a_killed_member_is_lost_to_those_that_call_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,9 +348,11 @@ async def test_a_run_whose_lock_file_is_gone_ends(
         watching = asyncio.create_task(lead.files.watch_lock())
         done, _ = await asyncio.wait({watching}, timeout=0.1)
         assert not done
-        (tmp_path / COORDINATOR_LOCK).unlink()
         if replaced:
-            rundir.lock(tmp_path, COORDINATOR_LOCK, 0).release()
+            (tmp_path / "another").touch()
+            (tmp_path / "another").rename(tmp_path / COORDINATOR_LOCK)
+        else:
+            (tmp_path / COORDINATOR_LOCK).unlink()
         with pytest.raises(UsageError, match=r"CHECKPOINT_DIR=.*replaced" if replaced else r"CHECKPOINT_DIR=.*del"):
             await watching
 

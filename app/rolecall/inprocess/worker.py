@@ -11,8 +11,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
+
+from filelock import FileLock
 
 from rolecall import telemetry
 from rolecall.config import Settings
@@ -29,6 +33,7 @@ from rolecall.life.workers import Batch, RankWorkers
 from rolecall.rank import worker
 from rolecall.rank.worker_end import WorkerEnd
 from rolecall.rank.worker_process import WorkerProcess
+from rolecall.record import rundir
 from rolecall.telemetry import Metric
 from rolecall.wire.session import Session
 
@@ -55,6 +60,7 @@ class ThreadHost(worker.Host):
         super().__init__(task)
         self._threads, self._network = threads, network
         self.context: Context[Any] | None = None  # once it is made
+        self._writer_lock_taken: Future[FileLock] | None = None
 
     def prepare(self) -> None:
         """The process was prepared for all."""
@@ -75,6 +81,29 @@ class ThreadHost(worker.Host):
         """Lines of its threads name it."""
         labels = {"role": self.task.role, "ordinal": self.task.ordinal, "generation": generation}
         self._threads.labels = {name: value for name, value in labels.items() if value is not None}
+
+    def lock_writer(self, directory: Path, seconds: float) -> None:
+        """See `Host.lock_writer`. In a thread that nothing interrupts: a lock that is half taken would stay so."""
+        taken = self._writer_lock_taken = Future()
+
+        def take() -> None:
+            try:
+                taken.set_result(rundir.lock(directory, rundir.WRITER_LOCK, seconds))
+            except BaseException as error:
+                taken.set_exception(error)
+
+        start_alone(threading.Thread(target=take, name="writer lock", daemon=True))
+        taken.result()  # bounded by `seconds`
+
+    def release_writer(self) -> None:
+        """Others may write, also if the lock is taken only later."""
+
+        def release(taken: Future[FileLock]) -> None:
+            if not taken.exception():
+                taken.result().release()
+
+        if self._writer_lock_taken:
+            self._writer_lock_taken.add_done_callback(release)
 
     def connect(self, context: Context[Any], session: Session) -> None:
         """Meets the others by pairs of sockets."""
@@ -214,8 +243,7 @@ class WorkerThreads(WorkerProcess):
             if (context := self._host.context) and (session := context.group.session):
                 session.end()  # a part that began meanwhile
         finally:
-            if self._host.writer_lock:
-                self._host.writer_lock.release()
+            self._host.release_writer()
             self._theirs.close()
             with contextlib.suppress(RuntimeError):  # the run did not wait
                 self._loop.call_soon_threadsafe(self._exited, context=self._context)

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -52,7 +53,7 @@ class Host:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.writer_lock: FileLock | None = None  # of rank 0's worker, until the process ends
+        self._writer_lock: FileLock | None = None  # of rank 0's worker, until the process ends
 
     def prepare(self) -> None:
         """Prepares torch and the memory for the role's function."""
@@ -82,6 +83,11 @@ class Host:
         telemetry.setup_logging(
             settings.log_format, settings.log_level, role=role, ordinal=ordinal, generation=generation
         )
+
+    def lock_writer(self, directory: Path, seconds: float) -> None:
+        """No other worker writes checkpoints to `directory` until this one has ended. Raises TakenError if another one
+        does for `seconds`, UsageError if it cannot be written."""
+        self._writer_lock = rundir.lock(directory, rundir.WRITER_LOCK, seconds)
 
     def connect(self, context: Context[Any], session: Session) -> None:
         """Meets the workers of the generation."""
@@ -238,7 +244,7 @@ def _checkpoints(host: Host, pipe: WorkerEnd) -> Checkpoints:
     directory, generation = task.settings.checkpoint_dir, task.attachment.generation
     # the previous worker may take a moment to end
     try:
-        host.writer_lock = rundir.lock(directory, rundir.WRITER_LOCK, task.settings.lease_seconds)
+        host.lock_writer(directory, task.settings.lease_seconds)
     except rundir.TakenError as error:  # frozen, perhaps: the next generation tries again
         raise PeerLostError(f"the previous worker has not ended: {error}") from error
     log = telemetry.log()

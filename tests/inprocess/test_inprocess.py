@@ -27,6 +27,7 @@ from rolecall import Context, Job, ProgramError, Role, Run, UsageError, __main__
 from rolecall.record import rundir
 from rolecall.wire import clock
 from tests.inprocess.jobs import ONES, Worker, Workers, job, run, summary_of, threads
+from tests.wire.wires import until
 
 ROOT = Path(__file__).parents[2]
 LIMITS = ("lease_seconds", "rpc_timeout", "connect_timeout", "phase_timeout", "stuck_seconds", "rejoin_timeout")
@@ -36,9 +37,7 @@ LIMITS = ("lease_seconds", "rpc_timeout", "connect_timeout", "phase_timeout", "s
 def leaves_no_thread() -> Iterator[None]:
     before = threads()
     yield
-    for thread in threads() - before:
-        thread.join(30)  # the disk's has ended, or is about to
-    assert threads() - before == set()
+    until(lambda: threads() <= before, "the end of its threads")  # the disk's has ended, or is about to
 
 
 def steps(context: Any, count: int) -> Iterator[int]:

@@ -509,3 +509,18 @@ def test_an_interrupt_while_a_process_starts_leaves_none(monkeypatch: pytest.Mon
         list(processes.play_each([range(1)], 1, lambda *_: time.sleep(60)))
     ((_, process),) = started
     assert not process.is_alive()
+
+
+def test_sigterm_as_a_process_ends_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    set_handler, parent = signal.signal, os.getpid()
+
+    def terminated(number: int, handler: Any) -> Any:
+        if number == signal.SIGTERM and handler is signal.SIG_DFL and os.getpid() != parent:
+            signal.raise_signal(signal.SIGTERM)  # just before its last line
+        return set_handler(number, handler)
+
+    monkeypatch.setattr(signal, "signal", terminated)
+    assert [result for _, result in processes.play_each([range(1)], 1, lambda *_: "played")] == ["played"]
+    assert capfd.readouterr() == ("", "")

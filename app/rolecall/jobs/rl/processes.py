@@ -113,22 +113,29 @@ def _work(sender: Connection, groups: list[range], play: Play[Any]) -> None:
     """Runs in a process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends this process
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # if the parent is killed
+    ending = False
 
     def on_hang(line: str) -> None:
         sender.send(BrokenEnvError(line))
         os._exit(HANG_EXIT_CODE)
 
+    def on_sigterm(number: int, _: Any) -> None:
+        """Ends the episodes once: what closes them, and what comes after them, is not interrupted."""
+        nonlocal ending
+        if not ending:
+            ending = True
+            raise KeyboardInterrupt
+
     with suppress(KeyboardInterrupt, BrokenPipeError):  # the parent has ended this process, or is dead
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, on_sigterm)
         try:
             for group in groups:
                 sender.send((group, play(group, on_hang)))
             sender.send(None)
-        except BrokenPipeError:
-            raise
         except ProgramError as error:
             sender.send(error)
         except Exception as error:  # its traceback cannot be sent
             kind = UsageError if isinstance(error, UsageError) else ProgramError
             sender.send(kind(explain(error)))
+        ending = True
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

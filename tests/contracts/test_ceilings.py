@@ -20,7 +20,7 @@ ROOMS = {
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
     "rolecall/jobs/ps": 2510,
-    "rolecall/jobs/rl": 4260,
+    "rolecall/jobs/rl": 4270,  # processes of episodes that end at any moment
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
     "rolecall/launch": 3370,  # how runs from Python end, and a drain that passes breakpoints

@@ -102,7 +102,7 @@ def make(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[Vec
     """
     name = f"ENV_ID={settings.env_id}"
     with UsageError.wrap(f"{name}: cannot be made"):
-        spec = _spec_of(settings.env_id)
+        spec = spec_of(settings.env_id)
         if spec is not None and not settings.wrappers and not render:
             envs = atari.vector(spec, num_envs, settings.cpu_threads) or _vector(spec, num_envs)
             if envs is not None:
@@ -139,7 +139,7 @@ def group_sizes(num_envs: int, inference: str) -> list[int]:
     return [num_envs] if num_envs == 1 or inference == "observer" else [num_envs - num_envs // 2, num_envs // 2]
 
 
-def _spec_of(env_id: str) -> EnvSpec | None:
+def spec_of(env_id: str) -> EnvSpec | None:
     """The registered environment `env_id`, perhaps of a module in the working directory; None if there is none."""
     module, colon, name = env_id.rpartition(":")
     if colon:

@@ -16,6 +16,7 @@ from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings, model
 from rolecall.jobs.rl.actor import Actor
 from rolecall.jobs.rl.defaults import choose
+from rolecall.jobs.rl.envs import spec_of
 from rolecall.jobs.rl.messages import Array, Done
 from rolecall.jobs.rl.processes import play_each
 from rolecall.jobs.rl.spaces import Spaces
@@ -63,6 +64,9 @@ def evaluate(
     groups = [range(number, min(number + size, episodes)) for number in range(first, episodes, size)]
     wanted = 1 if device.type != "cpu" else settings.cpu_threads if envs is None else math.ceil(envs / size)
     processes = max(1, min(wanted, len(groups)))
+    if processes > 1:  # here: C++ that is being imported does not bear the signal that ends a process
+        with UsageError.wrap(f"ENV_ID={settings.env_id}: cannot be made"):
+            spec_of(settings.env_id)
     shared = settings.model_copy(update={"threads": max(1, settings.cpu_threads // processes)})
 
     def play_in(group: Envs) -> Played:

@@ -111,7 +111,7 @@ def main_of(job: Job) -> int:  # noqa: RET503 the last call does not return
     words = sys.argv[1:]
     try:
         words = ["run", registry.target_of(job), *words]
-        if flags.take_host_options(_split(words[2:])[0])[0].in_process:
+        if flags.take_options(_split(words[2:])[0])[0].in_process:
             return main(words)
     except UsageError as error:
         return _failed(error, USAGE)
@@ -159,7 +159,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "run",
         help="run every rank of a job as a process on this machine",
         description=RUN.format(jobs=jobs),
-        usage="rolecall run JOB [--plain] [--in-process] [--hosts HOST,...] [--SETTING VALUE]...",
+        usage="rolecall run JOB [--plain] [--in-process] [--on ENGINE] [--SETTING VALUE]...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("job", metavar="JOB", help=TARGET)
@@ -261,16 +261,16 @@ def _run(target: str, words: Sequence[str]) -> int:
 
     secret.forbid_core_dumps()
     given, values = _split(words)
-    options, given = flags.take_host_options(given)
+    options, given = flags.take_options(given)
     if options.tied:
         descendants.exit_with(options.tied)
     target, words = registry.program(target, [*given, *values])
     registry.require_target(target)
-    if options.hosts and not {"-h", "--help"} & set(given):
-        from rolecall.launch import hosts, on_hosts
+    if (options.hosts or options.in_containers) and not {"-h", "--help"} & set(given):
+        from rolecall.launch import on_hosts
 
         with sources.passed_on(registry.sources_of(target)):
-            return on_hosts.run(target, words, hosts.placement(options))
+            return on_hosts.run(target, words, options)
     if options.in_process:
         from rolecall.launch import in_process
 

@@ -47,7 +47,7 @@ def short_path() -> Iterator[Path]:
 
 
 def placed(*words: str) -> hosts.Placement:
-    return hosts.placement(flags.take_host_options(words)[0])
+    return hosts.placement(flags.take_options(words)[0])
 
 
 def test_hosts_are_a_list_or_a_file(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_hosts_are_a_list_or_a_file(tmp_path: Path) -> None:
 
 
 def test_other_arguments_are_left_to_the_job() -> None:
-    options, others = flags.take_host_options(["--observers", "3", "--hosts", "a,b", "--plain", "--seed=2"])
+    options, others = flags.take_options(["--observers", "3", "--hosts", "a,b", "--plain", "--seed=2"])
     assert (options.hosts, others) == ("a,b", ["--observers", "3", "--plain", "--seed=2"])
 
 

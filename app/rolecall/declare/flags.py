@@ -17,6 +17,7 @@ from rolecall.declare.spec import Job
 from rolecall.errors import UsageError, did_you_mean
 from rolecall.fields import is_secret
 
+ENGINES = ("local", "hosts", "docker")
 # secrets, and what `rolecall run` decides for each rank
 NO_FLAG = (
     "job",
@@ -44,34 +45,50 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class HostOptions:
-    """Where the ranks of `rolecall run` run; without `hosts`, all on this machine."""
+class RunOptions:
+    """Where the ranks of `rolecall run` run: on `hosts`, or `in_containers` of an `image`, or all on this machine."""
 
     hosts: str
     roles: tuple[str, ...]
     python: str
+    in_containers: bool = False
+    image: str = ""
     in_process: bool = False  # as threads of one process
     tied: int = 0  # the process that has started the run, and with which it ends
 
 
-def take_host_options(arguments: Sequence[str]) -> tuple[HostOptions, list[str]]:
-    """The options for hosts, and the other arguments. Raises UsageError."""
+def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
+    """The options that say where ranks run, and the other arguments. Raises UsageError."""
     takes = argparse.ArgumentParser(prog="rolecall run", add_help=False, allow_abbrev=False)
-    _add_host_options(takes)
+    _add_options(takes)
     takes.add_argument("--tied", type=int, default=0)
     given, others = takes.parse_known_args(arguments)
-    options = HostOptions(given.hosts or "", tuple(given.role), given.python or "", given.in_process, given.tied)
-    if given.in_process and given.hosts:
-        raise UsageError("--in-process: runs all ranks in one process; leave --hosts out")
-    if given.hosts is not None and not given.hosts.strip():
+    engine, _, hosts = (given.on or ("local" if given.hosts is None else "hosts:")).partition(":")
+    if engine not in ENGINES or (hosts and engine != "hosts") or (hosts and given.hosts is not None):
+        raise UsageError(
+            f"--on {given.on}: must be local, hosts:HOST,..., or docker" + " without --hosts" * bool(hosts)
+        )
+    if given.hosts is not None and engine != "hosts":
+        raise UsageError(f"--hosts: leave it out, or --on {engine}")
+    if given.in_process and engine != "local":
+        raise UsageError(f"--in-process: runs all ranks in one process; leave {'--on' if given.on else '--hosts'} out")
+    if given.image and engine != "docker":
+        raise UsageError("--image: needs --on docker")
+    hosts = hosts or given.hosts or ""
+    options = RunOptions(
+        hosts, tuple(given.role), given.python or "", engine == "docker", given.image, given.in_process, given.tied
+    )
+    if engine == "hosts" and not hosts.strip():
         raise UsageError("--hosts: names no host; leave it out to run all ranks on this machine")
     if not options.hosts and (options.roles or options.python):
         raise UsageError(f"{'--role' if options.roles else '--python'}: needs --hosts HOST,HOST or --hosts FILE")
     return options, others
 
 
-def _add_host_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-process", action="store_true", help="all ranks as threads of one process, to debug a job")
+    parser.add_argument("--on", metavar="ENGINE", help="where ranks run: local (default), hosts:HOST,..., docker")
+    parser.add_argument("--image", default="", help="the image of --on docker; default: IMAGE:TORCH, or rolecall:cpu")
     group = parser.add_argument_group("ranks on other machines, by ssh")
     group.add_argument("--hosts", metavar="HOST,...", help="where ranks run, in turn; or a file with a host a line")
     group.add_argument(
@@ -98,7 +115,7 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
     given = vars(parsed)
     require_known(job, filter(None, given.pop("given_settings").split(",")))
     plain = bool(given.pop("plain"))
-    for name in ("hosts", "role", "python", "in_process"):  # `take_host_options` has taken them
+    for name in ("hosts", "role", "python", "in_process", "on", "image"):  # `take_options` has taken them
         given.pop(name)
     for name, value in given.items():
         if not isinstance(value, str):
@@ -120,10 +137,10 @@ def parser(job: Job, target: str) -> argparse.ArgumentParser:
         prog=f"rolecall run {target}",
         description=job.summary or None,
         allow_abbrev=False,
-        usage=f"rolecall run {target} [--plain] [--in-process] [--hosts HOST,...] [--SETTING VALUE]...",
+        usage=f"rolecall run {target} [--plain] [--in-process] [--on ENGINE] [--SETTING VALUE]...",
     )
     parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
-    _add_host_options(parser)
+    _add_options(parser)
     _add(parser, job, target)
     return parser
 

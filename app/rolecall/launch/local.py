@@ -1,4 +1,4 @@
-"""All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`."""
+"""All ranks of a job, as processes on this machine or on hosts, or in containers: `rolecall run JOB`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rolecall.declare import describe
 from rolecall.declare.describe import Description
 from rolecall.errors import UNSAVED, USAGE, UsageError
 from rolecall.gang.protocol import name_of
+from rolecall.launch.containers import Containers
 from rolecall.launch.control import Control
 from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, remove_leftovers, temporary_folder
 from rolecall.launch.hosts import Hosts
@@ -53,8 +54,8 @@ async def _wait(
 
 
 class LocalRun:
-    """The ranks of one job on this machine, or on `hosts`, and their display. Raises UsageError for an unusable
-    CHECKPOINT_DIR."""
+    """The ranks of one job on this machine, or on `hosts`, or in containers, and their display. Raises UsageError for
+    an unusable CHECKPOINT_DIR."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class LocalRun:
         settings: Settings,
         live: bool,
         zygote: Zygote | None = None,
-        hosts: Hosts | None = None,
+        hosts: Hosts | Containers | None = None,
     ) -> None:
         self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
         self._hosts = hosts
@@ -97,7 +98,7 @@ class LocalRun:
         self._token_file = self._make_token()
         planned = self._machines.plan({name_of(key): self.job.gpus[key[0]] for key in members})
         self._shared = {
-            **self._machines.environment(self._temporary, self._token_file),
+            **self._machines.environment(self._temporary, self._token_file, self.directory),
             **self.job.flags,
             "JOB": self.job.target,
             "MASTER_PORT": planned[0]["PORT"],
@@ -180,8 +181,8 @@ class LocalRun:
         state = state_of(code)
         kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
         last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
-        if self._hosts:
-            last = f"rolecall: {state}; logs in {self.directory}; {self._hosts.results(self.directory)}"
+        if self._hosts and (elsewhere := self._hosts.results(self.directory)):
+            last = f"rolecall: {state}; logs in {self.directory}; {elsewhere}"
         if code == USAGE and self._dispose():
             last = f"rolecall: {state}"
         self.output.close(last, LAST_OUTPUT_SECONDS)
@@ -383,8 +384,8 @@ def run(job: Description, zygote: Zygote | None = None) -> int:
     return asyncio.run(main())
 
 
-async def run_on_hosts(job: Description, hosts: Hosts) -> int:
-    """Runs `job` on `hosts`, to which the connections are there. Returns the exit code. Raises UsageError."""
+async def run_on_hosts(job: Description, hosts: Hosts | Containers) -> int:
+    """Runs `job` on `hosts`, or in containers, which are connected. Returns the exit code. Raises UsageError."""
     settings = _settings(job)
     await hosts.prepare(job, settings)
     return await LocalRun(hosts.job, settings, live=_live(job), hosts=hosts).run()

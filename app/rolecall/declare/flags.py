@@ -65,9 +65,7 @@ def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
     given, others = takes.parse_known_args(arguments)
     engine, _, hosts = (given.on or ("local" if given.hosts is None else "hosts:")).partition(":")
     if engine not in ENGINES or (hosts and engine != "hosts") or (hosts and given.hosts is not None):
-        raise UsageError(
-            f"--on {given.on}: must be local, hosts:HOST,..., or docker" + " without --hosts" * bool(hosts)
-        )
+        raise UsageError(f"--on {given.on}: must be local, hosts:HOST,... (then without --hosts), or docker")
     if given.hosts is not None and engine != "hosts":
         raise UsageError(f"--hosts: leave it out, or --on {engine}")
     if given.in_process and engine != "local":

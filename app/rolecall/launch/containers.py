@@ -141,7 +141,7 @@ class Container:
         self, rank: str, environment: Mapping[str, str], output: int, alone: bool, stopped: asyncio.Event
     ) -> ContainerProcess:
         """See `Here`."""
-        directory = os.path.abspath(environment["CHECKPOINT_DIR"])  # has the same name there
+        directory = _absolute(environment["CHECKPOINT_DIR"])  # has the same name there
         variables = {**environment, "CHECKPOINT_DIR": directory}
         gpus = variables.pop(gpu.VISIBLE, "" if self._image.endswith(":cpu") else ",".join(gpu.visible()))
         of_rank0 = []
@@ -319,6 +319,10 @@ async def _remove(run: str) -> str:
         if not problem or time.monotonic() > end:
             return problem
         await asyncio.sleep(POLL_SECONDS)  # one may be under way by itself
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
 
 
 def _is_rank0(environment: Mapping[str, str]) -> bool:

@@ -13,7 +13,7 @@ ROOMS = {
     "rolecall": 2220,
     "rolecall/checkpoint": 2420,  # what members keep
     "rolecall/context": 3440,  # maps, first answers, what members keep
-    "rolecall/declare": 1610,  # settings that a program gives, and the module that declares a job
+    "rolecall/declare": 1630,  # settings that a program gives, the module that declares a job, engines
     "rolecall/export": 920,
     "rolecall/gang": 2320,
     "rolecall/inprocess": 1010,  # one process for debugging and tests

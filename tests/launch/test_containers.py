@@ -61,7 +61,7 @@ def test_an_engine_is_local_hosts_or_docker() -> None:
         (["--on", "podman"], "--on podman"),
         (["--on", "docker:mine"], "--on docker:mine"),
         (["--on", "hosts:"], "--hosts"),
-        (["--on", "hosts:a", "--hosts", "b"], "--on hosts:a"),
+        (["--on", "hosts:a", "--hosts", "b"], "--hosts"),
         (["--on", "docker", "--hosts", "b"], "--hosts"),
         (["--on", "docker", "--in-process"], "--in-process"),
         (["--on", "docker", "--role", "a=b"], "--role"),
@@ -168,15 +168,19 @@ def running(folder: Path) -> dict[str, dict[str, str]]:
     return there
 
 
-def test_a_run_in_containers_survives_a_kill_keeps_its_secrets_and_leaves_nothing_behind(here: Path) -> None:
-    folder = here.parent
+def test_a_run_survives_kills_keeps_its_secrets_and_leaves_nothing_behind(here: Path) -> None:
+    folder, kept = here.parent, here / "kept"
+    log, generation = kept / "logs" / "worker_0.log", kept / rundir.GENERATION
     shutil.copytree(PATIENT, folder / "job")
     environment = {**os.environ, "JOB_TOKEN": TOKEN, "LEASE_SECONDS": "2"}
     words = ["run", str(folder / "job" / "patient.py"), "--on", "docker", "--plain", "--checkpoint-dir", "kept"]
+    with subprocess.Popen([*COMMAND, *words], env=environment, stdout=subprocess.DEVNULL) as killed:
+        until(lambda: (kept / rundir.HISTORY).exists() or killed.poll() is not None, "no step was made")
+        killed.kill()
+    assert {*running(folder)} == {"lead-0", "worker-0"}
     with subprocess.Popen([*COMMAND, *words], env=environment, stdout=subprocess.PIPE, text=True) as started:
         try:
-            log = here / "kept" / "logs" / "worker_0.log"
-            until(lambda: (here / "kept" / rundir.HISTORY).exists() or started.poll() is not None, "no step was made")
+            until(lambda: json.loads(generation.read_text())["number"] == 2, "the next run does not go on")
             shown = running(folder)
             assert {*shown} == {"lead-0", "worker-0"}
             assert not any(TOKEN in each["shown"] for each in shown.values())
@@ -184,36 +188,16 @@ def test_a_run_in_containers_survives_a_kill_keeps_its_secrets_and_leaves_nothin
             listed = subprocess.run([*COMMAND, "ps", "kept"], capture_output=True, text=True, check=True)
             assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == ["lead_0", "worker_0"]
             subprocess.run([*COMMAND, "kill", "kept", "worker_0"], check=True)
-            until(lambda: log.read_text().count("began in") >= 2, "the killed rank is not back")
             subprocess.run([*COMMAND, "scale", "kept", "worker=2"], check=True)
+            until(lambda: log.read_text().count("began in") >= 3, "the killed rank is not back")
             until(lambda: "worker-1" in running(folder), "no rank was added")
-            (here / "kept" / "over").touch()
+            (kept / "over").touch()
             said, _ = started.communicate(timeout=DEADLINE)
         finally:
             started.send_signal(signal.SIGTERM)
     assert started.returncode == 0
     assert "worker_0 crashed (SIGKILL), restarting it" in said
     assert said.splitlines()[-1] == "rolecall: finished; checkpoints, logs, summary.json, page.html in kept"
-    assert {path.stat().st_uid for path in (here / "kept").rglob("*")} == {os.getuid()}
-    for place in ("container", "network"):
-        assert not [*(folder / place).iterdir()], place
-    assert not [*(folder / "tmp").glob("rolecall-*")]
-
-
-def test_what_a_killed_run_has_left_is_removed_by_the_next_one(here: Path) -> None:
-    folder = here.parent
-    command = [*COMMAND, "run", str(PATIENT / "patient.py"), "--on", "docker", "--plain", "--checkpoint-dir", "kept"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as killed:
-        until(lambda: (here / "kept" / rundir.HISTORY).exists() or killed.poll() is not None, "no step was made")
-        killed.kill()
-    assert len(running(folder)) == 2
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
-        try:
-            generation = here / "kept" / rundir.GENERATION
-            until(lambda: json.loads(generation.read_text())["number"] == 2, "the job does not go on")
-        finally:
-            second.send_signal(signal.SIGINT)
-        said, _ = second.communicate(timeout=DEADLINE)
-    assert second.returncode == 130, said
+    assert {path.stat().st_uid for path in kept.rglob("*")} == {os.getuid()}
     assert not [*(folder / "container").iterdir(), *(folder / "network").iterdir()]
     assert not [*(folder / "tmp").glob("rolecall-*")]

@@ -17,7 +17,6 @@ from rolecall.declare.spec import Job
 from rolecall.errors import UsageError, did_you_mean
 from rolecall.fields import is_secret
 
-ENGINES = ("local", "hosts", "docker")
 # secrets, and what `rolecall run` decides for each rank
 NO_FLAG = (
     "job",
@@ -63,19 +62,17 @@ def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
     _add_options(takes)
     takes.add_argument("--tied", type=int, default=0)
     given, others = takes.parse_known_args(arguments)
-    engine, _, hosts = (given.on or ("local" if given.hosts is None else "hosts:")).partition(":")
-    if engine not in ENGINES or (hosts and engine != "hosts") or (hosts and given.hosts is not None):
-        raise UsageError(f"--on {given.on}: must be local, hosts:HOST,... (then without --hosts), or docker")
-    if given.hosts is not None and engine != "hosts":
-        raise UsageError(f"--hosts: leave it out, or --on {engine}")
+    if None not in (given.on, given.hosts):
+        raise UsageError("--hosts: leave it out; --on hosts:HOST,... means the same")
+    engine, _, hosts = (given.on or "local" if given.hosts is None else f"hosts:{given.hosts}").partition(":")
+    if engine not in ("local", "hosts", "docker") or (hosts and engine != "hosts"):
+        raise UsageError(f"--on {given.on}: must be local, hosts:HOST,..., or docker")
+    run = {"in_containers": engine == "docker", "image": given.image, "in_process": given.in_process}
+    options = RunOptions(hosts, tuple(given.role), given.python or "", **run, tied=given.tied)
     if given.in_process and engine != "local":
         raise UsageError(f"--in-process: runs all ranks in one process; leave {'--on' if given.on else '--hosts'} out")
     if given.image and engine != "docker":
         raise UsageError("--image: needs --on docker")
-    hosts = hosts or given.hosts or ""
-    options = RunOptions(
-        hosts, tuple(given.role), given.python or "", engine == "docker", given.image, given.in_process, given.tied
-    )
     if engine == "hosts" and not hosts.strip():
         raise UsageError("--hosts: names no host; leave it out to run all ranks on this machine")
     if not options.hosts and (options.roles or options.python):

@@ -144,20 +144,16 @@ class Container:
         directory = _absolute(environment["CHECKPOINT_DIR"])  # has the same name there
         variables = {**environment, "CHECKPOINT_DIR": directory}
         gpus = variables.pop(gpu.VISIBLE, "" if self._image.endswith(":cpu") else ",".join(gpu.visible()))
-        of_rank0 = []
+        command = [*RUN, *self._options, f"--name={self.host}", _mount(directory, directory)]
         if _is_rank0(environment):
             port = environment["METRICS_PORT"]
-            of_rank0 = [f"--network-alias={RANK0}", f"--publish=127.0.0.1:{port}:{port}"]
+            command += [f"--network-alias={RANK0}", f"--publish=127.0.0.1:{port}:{port}"]
+        if gpus:
+            command.append(f'--gpus="device={gpus}"')
+        command += [f"--env={name}" for name in variables]  # values would be seen by every user
+        command += ["--env=HOME=/tmp", "--env=USER=rolecall"]  # libraries ask who that is
         client = await asyncio.create_subprocess_exec(
-            *RUN,
-            *self._options,
-            *of_rank0,
-            f"--name={self.host}",
-            _mount(directory, directory),
-            *([f'--gpus="device={gpus}"'] if gpus else []),
-            *(f"--env={name}" for name in variables),  # values would be seen by every user
-            "--env=HOME=/tmp",
-            "--env=USER=rolecall",  # libraries ask who that is
+            *command,
             self._image,
             *RANK,
             env=config.child_environment(**variables),
@@ -179,7 +175,7 @@ class Containers:
         self._show: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
         self._here = Here()
         self._containers = list[Container]()
-        self._given: tuple[Path, os.stat_result] | None = None  # what root has given to USER, and its owner
+        self._given: tuple[Path, int, int] | None = None  # what root has given to USER, its owner and group
 
     def show_by(self, show: Callable[[str], None]) -> None:
         """From now on, `show` displays lines."""
@@ -273,7 +269,8 @@ class Containers:
                 f"CHECKPOINT_DIR={directory}: has files of no run; containers of root's run as user {USER}, who is "
                 "given the directory: name a new one"
             )
-        self._given = (directory, directory.stat())
+        now = directory.stat()  # given away by a run that was killed, perhaps
+        self._given = (directory, 0, 0) if now.st_uid == USER else (directory, now.st_uid, now.st_gid)
         for folder in (directory, self._folder / "job", self._folder / "secrets"):
             _chown(folder, USER, USER)
 
@@ -295,8 +292,7 @@ class Containers:
             if problem := await _remove(self._folder.name):
                 self._show(f"rolecall: warning: the run's containers are not removed ({problem})")
         if self._given:
-            directory, owner = self._given
-            _chown(directory, owner.st_uid, owner.st_gid)
+            _chown(*self._given)
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(lock)
 

@@ -148,10 +148,11 @@ def argument_parser() -> argparse.ArgumentParser:
     """The parser of the command line; the arguments of `run` and of COMMANDS have their own."""
     parser = argparse.ArgumentParser(prog="rolecall", description=__doc__)
     parser.add_argument("--version", action="version", version=f"rolecall {config.__version__}")
-    parser.set_defaults(handler=_rank, tied=0, restarts=0)
+    parser.set_defaults(handler=_rank, tied=0, tied_to_input=False, restarts=0)
     commands = parser.add_subparsers(metavar="COMMAND")
     rank = commands.add_parser("rank", help="run the rank that the environment names (the default)")
     rank.add_argument("--tied", type=int, default=0, metavar="PID", help="end with this parent process")
+    rank.add_argument("--tied-to-input", action="store_true", help="end at the end of standard input")
     rank.add_argument("--restarts", type=int, default=0, metavar="N", help="restart it N times in a row at most")
     rank.set_defaults(handler=_rank)
     jobs = "\n".join(f"  {name:<8} {registry.get(name).summary}" for name in registry.JOBS)
@@ -224,6 +225,9 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     from rolecall.rank import fork_server, guard, zygote
 
     secret.forbid_core_dumps()
+    tied = os.dup(0) if arguments.tied_to_input else 0
+    if tied:  # the rank's other processes read nothing
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     source = {} if config.exported(config.SOURCES) else registry.sources_of(config.job_name())
     with sources.passed_on(source):
         job, settings = describe.of_rank(config.job_name()), config.load(Settings)
@@ -252,7 +256,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
         fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))  # imports torch meanwhile
         from rolecall.rank import start
 
-        return start.run(job, settings, identity, arguments.tied, parent)
+        return start.run(job, settings, identity, arguments.tied, parent, tied=tied)
 
 
 def _run(target: str, words: Sequence[str]) -> int:

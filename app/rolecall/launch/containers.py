@@ -42,14 +42,15 @@ PART = "container"  # what can be killed of a rank
 ID = re.compile(r"^[0-9a-f]{12,64}$", re.MULTILINE)
 # as in compose.yaml
 CONFINED = (
+    "--no-healthcheck",
     "--read-only",
     "--tmpfs=/tmp:rw,noexec,nosuid,nodev,size=256m,mode=1777",
     "--cap-drop=ALL",
     "--security-opt=no-new-privileges:true",
     "--add-host=loopback:::ffff:127.0.0.1",  # torch looks up this address's name, slowly without DNS
 )
-RUN = ("docker", "run", "--rm", "--pull=never", "--sig-proxy=false", "--log-driver=none", "--no-healthcheck")
-RANK = ("--", "python", "-P", "-m", "rolecall", "rank")  # for tini
+RUN = ("docker", "run", "--rm", "--interactive", "--pull=never", "--sig-proxy=false", "--log-driver=none")
+RANK = ("--", "python", "-P", "-m", "rolecall", "rank", "--tied-to-input")  # for tini
 
 
 def image_named(name: str) -> str:
@@ -158,7 +159,7 @@ class Container:
             *RANK,
             env=config.child_environment(**variables),
             start_new_session=True,  # Ctrl-C of a terminal drains the ranks
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,  # ends with this process, and then the rank does
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
         )

@@ -256,7 +256,8 @@ def _run_rank(arguments: argparse.Namespace) -> int:
         fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))  # imports torch meanwhile
         from rolecall.rank import start
 
-        return start.run(job, settings, identity, arguments.tied, parent, tied=tied)
+        run = arguments.tied or int(arguments.tied_to_input)
+        return start.run(job, settings, identity, run, parent, tied=tied)
 
 
 def _run(target: str, words: Sequence[str]) -> int:

@@ -175,6 +175,7 @@ class Containers:
         self._folder, self._lock = here.temporary_folder(KIND)  # with the job's files, and secrets
         self._show: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
         self._here = Here()
+        self._name = ""  # of the network; begins those of the containers
         self._containers = list[Container]()
         self._given: tuple[Path, int, int] | None = None  # what root has given to USER, its owner and group
 
@@ -245,7 +246,9 @@ class Containers:
 
     def place(self, role: str, ordinal: int) -> Container:
         """See `Here`."""
-        self._containers.append(Container(f"{self._name}-{role}-{ordinal}", self._options, self._image))
+        name = f"{self._name}-{role}-{ordinal}"
+        host = name[-63:].strip("-_.").replace("_", "-")  # the same after a crash, which resumes even with RESUME=0
+        self._containers.append(Container(name, [*self._options, f"--hostname={host}"], self._image))
         return self._containers[-1]
 
     def environment(self, folder: Path, token_file: str, directory: Path) -> dict[str, str]:
@@ -289,9 +292,8 @@ class Containers:
         if lock < 0:
             return
         await asyncio.gather(*(one.process.close() for one in self._containers if one.process))
-        with contextlib.suppress(OSError):  # there is no such program
-            if problem := await _remove(self._folder.name):
-                self._show(f"rolecall: warning: the run's containers are not removed ({problem})")
+        if self._name and (problem := await _remove(self._folder.name)):
+            self._show(f"rolecall: warning: the run's containers are not removed ({problem})")
         if self._given:
             _chown(*self._given)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -330,6 +332,7 @@ def _is_rank0(environment: Mapping[str, str]) -> bool:
 def _problem(image: str, text: str) -> str:
     """What is wrong, and what to do, if the engine does not describe `image`."""
     said = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason given")
+    said = said.partition(': Get "')[0]  # the request
     if "permission denied" in text.lower():
         return f"docker: this user may not use the engine ({said}); join the group docker, and log in again"
     if "no such image" in text.lower():

@@ -54,11 +54,9 @@ def test_a_run_survives_a_kill_drains_and_resumes_with_all_that_it_keeps_here(tm
                 ports = [one["HostIp"] for bound in each["HostConfig"]["PortBindings"].values() for one in bound]
                 assert ports == ["127.0.0.1"] * each["Name"].endswith("lead-0")
             assert command("ps", "kept", folder=tmp_path).count(" up") == 3
-            log = kept / "logs" / "sampler_1.log"
             command("kill", "kept", "sampler_1", folder=tmp_path)
             command("scale", "kept", "sampler=3", folder=tmp_path)
-            until(lambda: "sampler-2" in " ".join(containers()), "another sampler", DEADLINE)
-            until(lambda: (kept / "logs" / "sampler_2.log").exists() and log.exists(), "their logs", DEADLINE)
+            until(lambda: len(containers()) == 4, "the killed sampler, and another one", DEADLINE)
         finally:
             run.send_signal(signal.SIGINT)
         said, _ = run.communicate(timeout=DEADLINE)

@@ -27,7 +27,7 @@ UNSAVED = 4  # the job finished, and its result could not be saved
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean hits?)` for the one of `known` that is close to `name`; empty if none is."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

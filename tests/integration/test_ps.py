@@ -89,7 +89,7 @@ def test_each_other_mode_learns_and_its_checkpoint_evaluates_to_what_was_logged(
         (
             {"UPDATE_MODE": "local", "OUTER_LR": "1", "OUTER_MOMENTUM": "0", "INNER_STEPS": "6"},
             1,
-            6,
+            18,
             ("trainer-0", "ps-0"),
         ),
     ],

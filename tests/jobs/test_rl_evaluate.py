@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -355,13 +356,18 @@ def test_an_error_in_a_process_is_one_line_and_ends_the_others(
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_interrupt_leaves_nothing_behind(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT interrupts this process, also if a shell has started it in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            evaluated(setup("Interrupting-v0"), episodes=3 * GROUP_SIZE, envs=2 * GROUP_SIZE)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_leaves_nothing_behind(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(setup("Interrupting-v0"), episodes=3 * GROUP_SIZE, envs=2 * GROUP_SIZE)
     assert multiprocessing.active_children() == []
     assert capfd.readouterr() == ("", "")
 
@@ -493,6 +499,7 @@ def test_a_broken_environment_is_one_line(saved: Path, capsys: pytest.CaptureFix
     assert re.match(r"rolecall: ENV_ID=Wheel-v0: environment \d+, step 4 .*: the wheel came off$", line)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_a_process_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever thread the system has take it."""
     start, started = processes._start, list[Any]()

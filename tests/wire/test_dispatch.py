@@ -388,6 +388,33 @@ def test_an_item_is_received_or_taken_back_however_its_call_ends(wires: Wires) -
     assert "confirmed" not in seen
 
 
+class SlowToRead:
+    """An argument that is unpickled once `go` is set."""
+
+    reading, go = threading.Semaphore(0), threading.Event()
+
+    def __reduce__(self) -> Any:
+        return SlowToRead.read, ()
+
+    @staticmethod
+    def read() -> str:
+        SlowToRead.reading.release()
+        assert SlowToRead.go.wait(DEADLINE)
+        return "read"
+
+
+def test_a_call_that_is_cancelled_as_its_arguments_are_read_does_not_run(wires: Wires) -> None:
+    SlowToRead.go.clear()
+    future = wires.call("a", "b", "wait", SlowToRead())
+    assert SlowToRead.reading.acquire(timeout=DEADLINE)
+    future.cancel()
+    assert wires.call("a", "b", "echo", "after the cancel").result(DEADLINE) == "after the cancel"
+    SlowToRead.go.set()
+    wires.call("a", "b", "alone").result(DEADLINE)  # whose turn comes once all calls before it are known
+    until(lambda: not wires.wires["b"].dispatcher._calls, "the end of all")
+    assert not member(wires).entered.acquire(blocking=False)
+
+
 def test_a_call_that_waits_for_its_place_is_not_late(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "MAX_RUNNING", 2)
     futures = [wires.call_by_default("a", "b", "nap", 0.05, seconds=0.5) for _ in range(40)]  # a second in all

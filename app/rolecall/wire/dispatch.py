@@ -146,9 +146,14 @@ class Dispatcher:
         try:
             call = self._unpack(link, frame)
             with self._lock:
+                if call and link.unpacking.get(frame.call):  # meanwhile another thread has read that it is cancelled
+                    call = None
+                if call:
+                    self._calls[link, frame.call] = call
                 admitted = call is not None and self._admit(call)
         finally:
-            link.unpacking.discard(frame.call)
+            with self._lock:
+                link.unpacking.pop(frame.call, None)
         if call is None or not admitted:
             self._line.run()
             return
@@ -169,9 +174,7 @@ class Dispatcher:
             link.deliver(Kind.FAILURE, frame.call, encode(tuple(self._failure(error))))
             return None
         expires = clock.now() + request.seconds if request.seconds else float("inf")
-        call = Call(link, frame.call, request, expires)
-        self._calls[link, frame.call] = call
-        return call
+        return Call(link, frame.call, request, expires)
 
     def _admit(self, call: Call) -> bool:
         """Whether a call may run now. Otherwise it runs once another one has ended, or its caller reads, or it is its
@@ -240,6 +243,8 @@ class Dispatcher:
         """The caller has given a call up."""
         with self._lock:  # which `undo` is set with
             call = self._calls.pop((link, number), None)
+            if number in link.unpacking:
+                link.unpacking[number] = True
         if call:
             call.cancel()
 

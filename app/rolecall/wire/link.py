@@ -83,7 +83,7 @@ class Link:
         self._lock = threading.Lock()
         self._ended = self._shut_down = self._unread = False
         self.unread_answers = self.unread_bytes = 0  # that the dispatcher sends, and the peer has not read
-        self.unpacking = set[int]()  # requests that were read, and whose methods are not known yet
+        self.unpacking = dict[int, bool]()  # requests that were read and are no calls yet; whether they were cancelled
         self.outbox = Ordered()  # sends what the peer has not taken at once
 
     def start(self) -> None:
@@ -143,7 +143,7 @@ class Link:
                     self._writer.released(COUNT.unpack(frame.body)[0], frame.call)
                 elif frame.in_memory or not self._quick(self, frame):
                     if frame.kind == Kind.REQUEST:
-                        self.unpacking.add(frame.call)
+                        self.unpacking[frame.call] = False
                     return frame
         except BROKEN as error:
             self.close(str(error) or type(error).__name__)

@@ -41,6 +41,8 @@ RESERVED = {
     "hosts",
     "python",
     "in_process",
+    "name",
+    "detach",
 }
 
 

@@ -201,23 +201,29 @@ class Run:
         self._cell.show()
 
 
-def run(job: Job | str | os.PathLike[str], *, in_process: bool = False, **settings: Any) -> dict[str, Any]:
+def run(
+    job: Job | str | os.PathLike[str], *, in_process: bool = False, name: str | None = None, **settings: Any
+) -> dict[str, Any]:
     """Runs a job, and returns its result, as `Run.result` does and raises. The arguments are those of `start`. In the
     main thread, Ctrl-C drains the job, and a second one stops it."""
-    with start(job, in_process=in_process, **settings) as started:
+    with start(job, in_process=in_process, name=name, **settings) as started:
         with _draining(started):
             started.wait()
         return started.result
 
 
-def start(job: Job | str | os.PathLike[str], *, in_process: bool = False, **settings: Any) -> Run:
+def start(
+    job: Job | str | os.PathLike[str], *, in_process: bool = False, name: str | None = None, **settings: Any
+) -> Run:
     """Starts a job: a `Job` that a file holds in a variable, a path (`"pi.py"`), a module (`"package.module:NAME"`), or
     a built-in job's name. `settings` are the job's, by the names of its class; others come from the environment. Ranks
-    are processes, or threads of this one if `in_process`.
+    are processes, or threads of this one if `in_process`. The run's directory is `runs/NAME` if it has a `name`.
 
     Returns at once; for a path or a module, once another process has imported it. Raises UsageError for wrong settings,
     and for a job that ranks would not find, before anything starts.
     """
+    if name is not None:
+        settings["checkpoint_dir"] = rundir.named(name, "checkpoint_dir" in settings)
     return start_with(job, settings, in_process=in_process)
 
 

@@ -58,7 +58,7 @@ def run(target: str, directory: str, words: Sequence[str]) -> int:
     name = folder.name if rundir.find(folder.name) == folder else str(folder)
     print(name)
     if code is None:
-        print(f"rolecall: {name} runs, and writes {folder / OUTPUT}; rolecall {COMMANDS} {name}", file=sys.stderr)
+        print(f"rolecall: {name} runs ({folder / OUTPUT}): rolecall {COMMANDS} {name}", file=sys.stderr)
     return code or 0
 
 

@@ -124,8 +124,8 @@ def publish(
     there, and OSError."""
     if (run := run_in(directory)) and run.pid != os.getpid():
         raise rundir.TakenError(directory)
-    began, about = psutil.Process().create_time(), about or About()
-    _write(directory, LocalRun(os.getpid(), began, (*addresses,), token_file, control, about))
+    began, ranks = psutil.Process().create_time(), tuple(addresses)
+    _write(directory, LocalRun(os.getpid(), began, ranks, token_file, control=control, about=about or About()))
 
 
 def conclude(directory: Path, code: int, end: str) -> None:

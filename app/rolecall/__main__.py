@@ -21,6 +21,7 @@ try:
     from rolecall.declare import describe, flags, loader, registry, sources
     from rolecall.declare.spec import Job
     from rolecall.errors import CRASHED, USAGE, RankError, UsageError
+    from rolecall.record import rundir
 except KeyboardInterrupt:  # they take a moment
     raise SystemExit(130) from None
 
@@ -49,10 +50,13 @@ COMMANDS = {
         "rolecall.observe.trace.command", "what all ranks do and wait for, as one file for Perfetto, or as a table"
     ),
     "stacks": Command("rolecall.observe.stacks.command", "the stacks of all ranks, and who waits for whom"),
+    "logs": Command("rolecall.launch.logs", "what the ranks of a run have written"),
+    "fetch": Command("rolecall.launch.fetch", "where a run's summary, history and checkpoint are, or a copy of them"),
+    "stop": Command("rolecall.launch.commands", "drain a local run, or end it at once", "stop", "stop_parser"),
     "debug": Command(
         "rolecall.launch.debugger", "attach the terminal to a rank of a local run: pdb, where it is stopped"
     ),
-    "ps": Command("rolecall.launch.commands", "the processes of a local run", "ps", "ps_parser"),
+    "ps": Command("rolecall.launch.commands", "the processes of a local run, or all such runs", "ps", "ps_parser"),
     "kill": Command(
         "rolecall.launch.commands",
         "kill a rank of a local run, or a part of it, which is started again",
@@ -75,7 +79,10 @@ RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
 `rolecall run JOB --help` lists its settings, each of which is a flag. A torch RPC program that has no job runs by
 `rolecall run FILE.py:FUNCTION --ranks N`, or as __main__ by `rolecall run FILE.py --ranks N -- ARGUMENTS`, in which
-{{rank}} and {{world_size}} are replaced."""
+{{rank}} and {{world_size}} are replaced.
+
+`--name NAME` names the run for `rolecall watch`, `logs`, `ps`, `scale`, `kill`, `stacks`, `stop` and `fetch`; with
+`--detach` it goes on when this command has ended."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -176,7 +183,7 @@ def argument_parser() -> argparse.ArgumentParser:
     watch.add_argument(
         "target",
         metavar="TARGET",
-        help="a port, host:port or URL of rank 0's METRICS_PORT, or the folder of `rolecall run`",
+        help=f"{rundir.A_RUN}; or a port, host:port or URL of rank 0's METRICS_PORT",
     )
     watch.add_argument("--plain", action="store_true", help="lines instead of the live display")
     watch.add_argument("--once", action="store_true", help="display the ranks once, and end")
@@ -191,7 +198,7 @@ def argument_parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=command.summary)  # whose arguments are not parsed here
     resume = commands.add_parser("resume", help="let a job that has failed for good train on at its next start")
     resume.add_argument(
-        "directory", nargs="?", type=Path, metavar="DIRECTORY", help="its CHECKPOINT_DIR (default: of the environment)"
+        "run", nargs="?", metavar="RUN", help=f"{rundir.A_RUN} (default: CHECKPOINT_DIR of the environment)"
     )
     resume.set_defaults(handler=_resume)
     create = commands.add_parser(
@@ -266,9 +273,18 @@ def _run(target: str, words: Sequence[str]) -> int:
 
     secret.forbid_core_dumps()
     given, values = _split(words)
-    options, given = flags.take_options(given)
+    directory, is_detached, others = flags.take_name(given)
+    options, given = flags.take_options(others)
     if options.tied:
         descendants.exit_with(options.tied)
+    if is_detached and not {"-h", "--help"} & set(given):
+        from rolecall.launch import detached
+
+        if options.in_process:
+            raise UsageError("--detach: commands reach no run in one process; leave --in-process out")
+        return detached.run(target, directory, [*others, *values])
+    if directory:
+        given.append(f"--checkpoint-dir={directory}")
     target, words = registry.program(target, [*given, *values])
     registry.require_target(target)
     if (options.hosts or options.in_containers) and not {"-h", "--help"} & set(given):
@@ -297,9 +313,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from rolecall.record import rundir
-
-    directory = arguments.directory or config.load(Settings).checkpoint_dir
+    directory = rundir.find(arguments.run) if arguments.run else config.load(Settings).checkpoint_dir
     if not directory.is_dir():
         raise UsageError(f"{directory}: there is no such folder; name the CHECKPOINT_DIR of rank 0")
     failed = rundir.read_failed(directory)

@@ -296,5 +296,11 @@ def test_a_run_on_hosts_survives_one_and_leaves_nothing_behind(short_path: Path)
     assert "worker_0: lost with b, starts again when that is back" in shown
     assert shown.splitlines()[-1] == "rolecall: finished; logs in kept; checkpoints and report in a:kept"
     assert (kept / "DONE").exists()
+    fetched = subprocess.run(
+        [*command, "fetch", "kept", "--to", "copy"], cwd=here, env=environment, capture_output=True, text=True
+    )
+    assert fetched.returncode == 0, fetched.stderr
+    assert (here / "copy" / "summary.json").read_bytes() == (kept / "summary.json").read_bytes()
+    assert [*(here / "copy").glob("checkpoint-*.pt")]
     for place in (here, short_path / "a", short_path / "b"):
         assert not [*(place / "tmp").iterdir()], place

@@ -16,6 +16,7 @@ from rolecall.declare import registry
 from rolecall.declare.spec import Job
 from rolecall.errors import UsageError, did_you_mean
 from rolecall.fields import is_secret
+from rolecall.record import rundir
 
 # secrets, and what `rolecall run` decides for each rank
 NO_FLAG = (
@@ -80,6 +81,26 @@ def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
     return options, others
 
 
+def take_name(arguments: Sequence[str]) -> tuple[str, bool, list[str]]:
+    """The run's directory, by its name or as --checkpoint-dir gives it, empty for neither; whether it is to be
+    detached; and the other arguments. Raises UsageError."""
+    takes = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    _add_name(takes)
+    takes.add_argument("--checkpoint-dir", default="")
+    try:
+        given, others = takes.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error.argument_name}: {error.message}") from None
+    if given.name is not None:
+        given.checkpoint_dir = str(rundir.named(given.name, bool(given.checkpoint_dir)))
+    return given.checkpoint_dir, given.detach, others
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", help="the run's, for commands; its folder is runs/NAME, and the same NAME resumes")
+    parser.add_argument("--detach", action="store_true", help="let the run go on when this command has ended")
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-process", action="store_true", help="all ranks as threads of one process, to debug a job")
     parser.add_argument("--on", metavar="ENGINE", help="where ranks run: local (default), hosts:HOST,..., docker")
@@ -108,6 +129,7 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
         meant = did_you_mean(flag.replace("_", "-"), known)
         raise UsageError(f"{flag}: no such flag{meant}; `rolecall run {target} --help` lists them")
     given = vars(parsed)
+    del given["name"], given["detach"]  # `take_name` has taken them
     require_known(job, filter(None, given.pop("given_settings").split(",")))
     plain = bool(given.pop("plain"))
     for name in ("hosts", "role", "python", "in_process", "on", "image"):  # `take_options` has taken them
@@ -137,6 +159,7 @@ def parser(job: Job, target: str) -> argparse.ArgumentParser:
     parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
     _add_options(parser)
     _add(parser, job, target)
+    _add_name(parser)
     return parser
 
 

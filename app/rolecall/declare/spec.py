@@ -43,6 +43,8 @@ RESERVED = {
     "in_process",
     "on",
     "image",
+    "name",
+    "detach",
 }
 
 

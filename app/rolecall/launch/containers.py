@@ -170,6 +170,8 @@ class Container:
 class Containers:
     """The containers of one run, from `image`, with the methods of `Hosts`."""
 
+    engine, host = "docker", ""  # the run's files are here
+
     def __init__(self, image: str) -> None:
         self._image = image
         self._folder, self._lock = here.temporary_folder(KIND)  # with the job's files, and secrets

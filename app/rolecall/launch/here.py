@@ -170,6 +170,7 @@ class Here:
     (hosts.py) are other machines."""
 
     host = ""
+    engine = "local"
 
     def __init__(self, zygote: Zygote | None = None, ports: range = PORTS) -> None:
         self.zygote, self._ports = zygote, ports

@@ -86,6 +86,16 @@ class Hosts:
         self._ports = dict[str, tuple[int, int]]()  # of each host, for rank 0
         self._page: socket.socket | None = None  # bound to this machine's port for rank 0's page
 
+    @property
+    def engine(self) -> str:
+        """As `rolecall run --on` names it."""
+        return f"hosts:{','.join(self._placement.all)}"
+
+    @property
+    def host(self) -> str:
+        """Where rank 0 writes what it keeps."""
+        return self._rank0
+
     def show(self, line: str) -> None:
         """Displays a line."""
         self._show(line)

@@ -202,28 +202,44 @@ class Run:
 
 
 def run(
-    job: Job | str | os.PathLike[str], *, in_process: bool = False, on: str = "local", image: str = "", **settings: Any
+    job: Job | str | os.PathLike[str],
+    *,
+    in_process: bool = False,
+    on: str = "local",
+    image: str = "",
+    name: str | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Runs a job, and returns its result, as `Run.result` does and raises. The arguments are those of `start`. In the
     main thread, Ctrl-C drains the job, and a second one stops it."""
-    with start(job, in_process=in_process, on=on, image=image, **settings) as started:
+    with start(job, in_process=in_process, on=on, image=image, name=name, **settings) as started:
         with _draining(started):
             started.wait()
         return started.result
 
 
 def start(
-    job: Job | str | os.PathLike[str], *, in_process: bool = False, on: str = "local", image: str = "", **settings: Any
+    job: Job | str | os.PathLike[str],
+    *,
+    in_process: bool = False,
+    on: str = "local",
+    image: str = "",
+    name: str | None = None,
+    **settings: Any,
 ) -> Run:
     """Starts a job: a `Job` that a file holds in a variable, a path (`"pi.py"`), a module (`"package.module:NAME"`), or
     a built-in job's name. `settings` are the job's, by the names of its class; others come from the environment. Ranks
-    are processes, or threads of this one if `in_process`, on `hosts:a,b`, or in containers of `image` (`docker`).
+    are processes, or threads of this one if `in_process`, on `hosts:a,b`, or in containers of `image` (`docker`). The
+    run's directory is `runs/NAME` if it has a `name`.
 
     Returns at once; for a path or a module, once another process has imported it. Raises UsageError for wrong settings,
     and for a job that ranks would not find, before anything starts.
     """
-    words = [f"--{name}={value}" for name, value in (("on", on), ("image", image)) if value not in ("local", "")]
+    given = {"on": "" if on == "local" else on, "image": image}
+    words = [f"--{option}={value}" for option, value in given.items() if value]
     flags.take_options([*words, *["--in-process"] * in_process])
+    if name is not None:
+        settings["checkpoint_dir"] = rundir.named(name, "checkpoint_dir" in settings)
     return start_with(job, settings, in_process=in_process, words=words)
 
 

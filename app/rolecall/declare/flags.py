@@ -129,7 +129,9 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
         meant = did_you_mean(flag.replace("_", "-"), known)
         raise UsageError(f"{flag}: no such flag{meant}; `rolecall run {target} --help` lists them")
     given = vars(parsed)
-    del given["name"], given["detach"]  # `take_name` has taken them
+    for name in ("name", "detach"):  # `take_name` has taken them
+        if given.pop(name):
+            raise UsageError(f"--{name}: is a flag of `rolecall run` alone; leave it out")
     require_known(job, filter(None, given.pop("given_settings").split(",")))
     plain = bool(given.pop("plain"))
     for name in ("hosts", "role", "python", "in_process", "on", "image"):  # `take_options` has taken them

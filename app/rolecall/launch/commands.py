@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from rolecall import machine
+from rolecall import fields, machine
 from rolecall.errors import RankError, UsageError
 from rolecall.launch import control
 from rolecall.launch.rank_process import INTERRUPTED
@@ -24,6 +24,7 @@ from rolecall.observe import targets
 from rolecall.record import rundir
 
 POLL_SECONDS = 0.05
+MAX_END_CHARACTERS = 1000  # that are shown of how a run has ended
 
 
 def ps(words: Sequence[str]) -> int:
@@ -46,12 +47,12 @@ def ps(words: Sequence[str]) -> int:
 
 
 def _list_runs() -> int:
-    rows = [("run", "job", "engine", "since", "page")]
+    rows = list[Sequence[str]]([("run", "job", "engine", "since", "page")])
     for folder in sorted(rundir.RUNS.glob("*")):
-        if run := targets.run_in(folder):
+        if (run := targets.run_in(folder)) and run.ranks:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.created))
             page = run.ranks[0].url.removesuffix("metrics")
-            rows.append((folder.name, run.about.job, run.about.engine, since, page))
+            rows.append((folder.name, *map(fields.shown, (run.about.job, run.about.engine, since, page))))
     _print(rows)
     return 0
 
@@ -135,7 +136,7 @@ def stop(words: Sequence[str]) -> int:
         run = _end(arguments.run, arguments.now)
     if run is None or run.code is None:
         raise RankError(f"RUN {arguments.run!r}: was killed; the same `rolecall run` resumes it")
-    print(f"rolecall: {arguments.run}: {run.end}")
+    print(f"rolecall: {arguments.run}: {fields.shown(run.end, MAX_END_CHARACTERS)}")
     return 0 if run.code == INTERRUPTED else run.code
 
 

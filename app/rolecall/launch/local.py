@@ -208,10 +208,7 @@ class LocalRun:
         """Writes down this run. Raises TakenError if another one is under way in its directory, and UsageError."""
         engine, elsewhere = self._machines.engine, self._hosts.host if self._hosts else ""
         about = targets.About(self.job.name, engine, elsewhere, str(self.directory))
-        try:
-            targets.publish(self.directory, self.addresses, self._token_file, str(self._temporary / SOCKET), about)
-        except OSError as error:
-            raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
+        targets.publish(self.directory, self.addresses, self._token_file, str(self._temporary / SOCKET), about)
 
     async def _until_over(self) -> int:
         """Until rank 0 has ended, another rank has failed, or a signal came; then the others get time to end."""
@@ -350,8 +347,8 @@ class LocalRun:
         """Has `write` write what other commands read; a problem is displayed."""
         try:
             write()
-        except (OSError, UsageError) as error:
-            self.show(f"rolecall: {self.directory / targets.RANKS}: cannot be written ({error})")
+        except UsageError as error:
+            self.show(f"rolecall: {error}")
 
     # ---- folders
 

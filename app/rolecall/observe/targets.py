@@ -121,7 +121,7 @@ def publish(
     directory: Path, addresses: list[Address], token_file: str = "", control: str = "", about: About | None = None
 ) -> None:
     """Writes down this process's run in `directory`: see `LocalRun`. Raises TakenError if another run is under way
-    there, and OSError."""
+    there, and UsageError if the directory cannot be written."""
     if (run := run_in(directory)) and run.pid != os.getpid():
         raise rundir.TakenError(directory)
     began, ranks = psutil.Process().create_time(), tuple(addresses)
@@ -129,13 +129,16 @@ def publish(
 
 
 def conclude(directory: Path, code: int, end: str) -> None:
-    """Writes down how this process's run in `directory` has ended. Raises OSError."""
+    """Writes down how this process's run in `directory` has ended. Raises UsageError as `publish` does."""
     if (run := run_in(directory)) and run.pid == os.getpid():
         _write(directory, LocalRun(run.pid, run.created, (), about=run.about, code=code, end=end))
 
 
 def _write(directory: Path, run: LocalRun) -> None:
-    rundir.write_atomically(directory / RANKS, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
+    try:
+        rundir.write_atomically(directory / RANKS, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
+    except OSError as error:
+        raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be written ({error.strerror})") from error
 
 
 def final_state(directory: Path) -> str:

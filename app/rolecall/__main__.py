@@ -167,7 +167,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "run",
         help="run every rank of a job as a process on this machine",
         description=RUN.format(jobs=jobs),
-        usage="rolecall run JOB [--plain] [--in-process] [--on ENGINE] [--SETTING VALUE]...",
+        usage="rolecall run JOB [--on ENGINE] [--name NAME] [--detach] [--in-process] [--plain] [--SETTING VALUE]...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("job", metavar="JOB", help=TARGET)

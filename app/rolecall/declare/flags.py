@@ -156,7 +156,8 @@ def parser(job: Job, target: str) -> argparse.ArgumentParser:
         prog=f"rolecall run {target}",
         description=job.summary or None,
         allow_abbrev=False,
-        usage=f"rolecall run {target} [--plain] [--in-process] [--on ENGINE] [--SETTING VALUE]...",
+        usage=f"rolecall run {target} [--on ENGINE] [--name NAME] [--detach] [--in-process] [--plain] "
+        "[--SETTING VALUE]...",
     )
     parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
     _add_options(parser)

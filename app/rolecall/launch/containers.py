@@ -269,7 +269,7 @@ class Containers:
 
     def _give(self, directory: Path) -> None:
         """Has USER own what it needs. Raises UsageError for a directory that is not the run's alone."""
-        there = {path.name for path in directory.iterdir()} - {"logs"}
+        there = {path.name for path in directory.iterdir()} - {"logs", rundir.OUTPUT}
         if there and rundir.GENERATION not in there:
             raise UsageError(
                 f"CHECKPOINT_DIR={directory}: has files of no run; containers of root's run as user {USER}, who is "

@@ -19,7 +19,6 @@ from rolecall.launch.process_run import directory_of, dispose
 from rolecall.observe import targets
 from rolecall.record import rundir
 
-OUTPUT = "output.log"  # in the run's directory: what `rolecall run --plain` prints
 POLL_SECONDS = 0.05
 START_SECONDS = 600.0  # for the job to be imported, and for rank 0 to start
 ANSWER_SECONDS = 2.0  # for rank 0 to answer
@@ -36,7 +35,7 @@ def run(target: str, directory: str, words: Sequence[str]) -> int:
     is_new = folder.parent == rundir.RUNS and not [*folder.glob("*")]
     with UsageError.wrap(f"CHECKPOINT_DIR={folder}: cannot be written", OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        output = (folder / OUTPUT).open("a+b")
+        output = (folder / rundir.OUTPUT).open("a+b")
     with output:
         begin = output.seek(0, 2)
         process = subprocess.Popen(
@@ -58,7 +57,7 @@ def run(target: str, directory: str, words: Sequence[str]) -> int:
     name = folder.name if rundir.find(folder.name) == folder else str(folder)
     print(name)
     if code is None:
-        print(f"rolecall: {name} runs ({folder / OUTPUT}): rolecall {COMMANDS} {name}", file=sys.stderr)
+        print(f"rolecall: {name} runs ({folder / rundir.OUTPUT}): rolecall {COMMANDS} {name}", file=sys.stderr)
     return code or 0
 
 
@@ -72,7 +71,7 @@ def _await_up(process: subprocess.Popen[bytes], folder: Path) -> int | None:
             if time.monotonic() > end:
                 raise RankError(
                     f"{folder}: takes no commands after {START_SECONDS:g} s, and goes on as process {process.pid}; see "
-                    f"{folder / OUTPUT}"
+                    f"{folder / rundir.OUTPUT}"
                 )
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:

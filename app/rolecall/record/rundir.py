@@ -38,6 +38,7 @@ GENERATION = "generation.json"
 DONE = "DONE"
 FAILED = "FAILED"
 PAGE = "page.html"
+OUTPUT = "output.log"  # what `rolecall run --plain` prints, if the run is detached
 FILES = "files"  # a folder, for files of the job's own
 SINKS = ("tensorboard", "mlflow", "wandb")  # folders of the sinks
 SHARDS = "shards"  # a folder with one of each checkpoint that has shards, called as the checkpoint

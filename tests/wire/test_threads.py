@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -320,3 +322,11 @@ def test_an_effect_that_fails_skips_no_other(wires: Wires) -> None:
     fail = next(iter(wire._links.calls.values()))
     wire._do(Batch((effects.Close(Broken(), ""), effects.Fail(fail, PeerLostError("b is lost"))), 0.0))
     assert isinstance(call.exception(SOON), PeerLostError)
+
+
+def test_no_garbage_is_collected_while_the_frames_of_threads_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert apart.frames()[threading.get_ident()].f_code.co_name == "frames"
+    collects = list[bool]()
+    monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()))
+    apart.frames()
+    assert (collects, gc.isenabled()) == ([False], True)

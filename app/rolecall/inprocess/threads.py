@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures.thread as executors
 import contextlib
 import ctypes
-import sys
 import threading
 import traceback
 import weakref
@@ -15,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from rolecall.declare import loader
+from rolecall.wire import apart
 
 CHECKPOINT = loader.PACKAGE / "checkpoint"
 _owners = weakref.WeakKeyDictionary[threading.Thread, "Threads"]()
@@ -120,19 +120,19 @@ def _wake(thread: threading.Thread) -> None:
 
 def _runs(thread: threading.Thread, function: Callable[..., Any]) -> FrameType | None:
     """The frame of a thread that is in `function`, and in no Python function that it calls."""
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = apart.frames().get(thread.ident or 0)
     return frame if frame and frame.f_code is function.__code__ else None
 
 
 def writes(thread: threading.Thread) -> bool:
     """Whether a thread is writing a checkpoint."""
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = apart.frames().get(thread.ident or 0)
     return any(Path(each.f_code.co_filename).parent == CHECKPOINT for each, _ in traceback.walk_stack(frame))
 
 
 def place_of(thread: threading.Thread) -> str:
     """The line of the user's code that a thread runs; empty if there is none."""
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = apart.frames().get(thread.ident or 0)
     places = [(each.f_code.co_filename, line) for each, line in traceback.walk_stack(frame)] if frame else []
     users = [f"{loader.shown(Path(name))}:{line}" for name, line in places if loader.is_users(name)]
     return users[0] if users else ""

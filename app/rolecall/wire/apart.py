@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from rolecall import telemetry
@@ -14,6 +17,19 @@ from rolecall import telemetry
 FAILED = "a callback has failed"
 TOO_MANY = "this process can start no more threads; raise the limit of processes (ulimit -u, pids.max)"
 MAX_IDLE = 8  # threads that wait for more; further ones end
+_reading_frames = threading.Lock()
+
+
+def frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread, by the thread's number."""
+    with _reading_frames:
+        is_enabled = gc.isenabled()
+        try:
+            gc.disable()  # until Python 3.11.8 a collection meanwhile can stop all threads for good (gh-106883)
+            return sys._current_frames()
+        finally:
+            if is_enabled:
+                gc.enable()
 
 
 def start(name: str, function: Callable[..., object], *args: Any) -> bool:

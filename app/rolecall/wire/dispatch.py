@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import inspect
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -567,7 +566,7 @@ def stacks_of(method: str) -> str:
         text = "".join([f"{title} (most recent call last):\n", *traceback.format_list(frames)])
         (running if any(each.name == method for each in frames) else others)[text] += 1
 
-    for ident, innermost in sys._current_frames().items():
+    for ident, innermost in apart.frames().items():
         if ident == threading.get_ident():
             continue
         frames = traceback.extract_stack(innermost)

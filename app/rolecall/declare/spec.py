@@ -41,10 +41,6 @@ RESERVED = {
     "hosts",
     "python",
     "in_process",
-    "on",
-    "image",
-    "name",
-    "detach",
 }
 
 

@@ -30,6 +30,7 @@ JOB = registry.get("rl")
 PICKLE = re.compile(rb"\x80[\x02-\x05].{0,32}?rollout", re.DOTALL)  # a request
 
 
+@pytest.mark.timeout(600)  # it trains twice
 def test_make_up_rl_solves_then_says_so_then_starts_anew(projects: Projects) -> None:
     project = projects("rl", "agent")
     project.token_file.unlink()

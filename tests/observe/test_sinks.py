@@ -356,6 +356,7 @@ def test_a_sink_that_hangs_in_its_end_ends_soon_after_its_supervisor(
 SUMMARY = {"state": "finished", "curve": {"final": 112.0, "best": None}, "settings": {"LR": 0.1}}
 
 
+@pytest.mark.timeout(2 * DEADLINE)
 @pytest.mark.parametrize("name", building.KINDS)
 def test_killed_run_has_each_step_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]

@@ -90,7 +90,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 def test_flags_in_the_pages_exist(name: str) -> None:
     for target, rest in re.findall(r"^\$? *rolecall run ([^\s-]\S*)([^#\n]*)", PAGES[name], re.MULTILINE):
         flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", rest.partition(" -- ")[0])}
-        assert flags <= {*fields_of(target), "plain", "in_process", "hosts", "role", "python"}, rest
+        assert flags <= {*fields_of(target), "plain", "in_process", "hosts", "role", "python", "name", "detach"}, rest
 
 
 def fields_of(target: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from rolecall.declare import registry
 from rolecall.declare.spec import Job
 from rolecall.errors import UsageError, did_you_mean
 from rolecall.fields import is_secret
+from rolecall.record import rundir
 
 # secrets, and what `rolecall run` decides for each rank
 NO_FLAG = (
@@ -44,34 +45,66 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class HostOptions:
-    """Where the ranks of `rolecall run` run; without `hosts`, all on this machine."""
+class RunOptions:
+    """Where the ranks of `rolecall run` run: on `hosts`, or `in_containers` of an `image`, or all on this machine."""
 
     hosts: str
     roles: tuple[str, ...]
     python: str
+    in_containers: bool = False
+    image: str = ""
     in_process: bool = False  # as threads of one process
     tied: int = 0  # the process that has started the run, and with which it ends
 
 
-def take_host_options(arguments: Sequence[str]) -> tuple[HostOptions, list[str]]:
-    """The options for hosts, and the other arguments. Raises UsageError."""
+def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
+    """The options that say where ranks run, and the other arguments. Raises UsageError."""
     takes = argparse.ArgumentParser(prog="rolecall run", add_help=False, allow_abbrev=False)
-    _add_host_options(takes)
+    _add_options(takes)
     takes.add_argument("--tied", type=int, default=0)
     given, others = takes.parse_known_args(arguments)
-    options = HostOptions(given.hosts or "", tuple(given.role), given.python or "", given.in_process, given.tied)
-    if given.in_process and given.hosts:
-        raise UsageError("--in-process: runs all ranks in one process; leave --hosts out")
-    if given.hosts is not None and not given.hosts.strip():
+    if None not in (given.on, given.hosts):
+        raise UsageError("--hosts: leave it out; --on hosts:HOST,... means the same")
+    engine, _, hosts = (given.on or "local" if given.hosts is None else f"hosts:{given.hosts}").partition(":")
+    if engine not in ("local", "hosts", "docker") or (hosts and engine != "hosts"):
+        raise UsageError(f"--on {given.on}: must be local, hosts:HOST,..., or docker")
+    run = {"in_containers": engine == "docker", "image": given.image, "in_process": given.in_process}
+    options = RunOptions(hosts, tuple(given.role), given.python or "", **run, tied=given.tied)
+    if given.in_process and engine != "local":
+        raise UsageError(f"--in-process: runs all ranks in one process; leave {'--on' if given.on else '--hosts'} out")
+    if given.image and engine != "docker":
+        raise UsageError("--image: needs --on docker")
+    if engine == "hosts" and not hosts.strip():
         raise UsageError("--hosts: names no host; leave it out to run all ranks on this machine")
     if not options.hosts and (options.roles or options.python):
         raise UsageError(f"{'--role' if options.roles else '--python'}: needs --hosts HOST,HOST or --hosts FILE")
     return options, others
 
 
-def _add_host_options(parser: argparse.ArgumentParser) -> None:
+def take_name(arguments: Sequence[str]) -> tuple[str, bool, list[str]]:
+    """The run's directory, by its name or as --checkpoint-dir gives it, empty for neither; whether it is to be
+    detached; and the other arguments. Raises UsageError."""
+    takes = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    _add_name(takes)
+    takes.add_argument("--checkpoint-dir", default="")
+    try:
+        given, others = takes.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error.argument_name}: {error.message}") from None
+    if given.name is not None:
+        given.checkpoint_dir = str(rundir.named(given.name, bool(given.checkpoint_dir)))
+    return given.checkpoint_dir, given.detach, others
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", help="the run's, for commands; its folder is runs/NAME, and the same NAME resumes")
+    parser.add_argument("--detach", action="store_true", help="let the run go on when this command has ended")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-process", action="store_true", help="all ranks as threads of one process, to debug a job")
+    parser.add_argument("--on", metavar="ENGINE", help="where ranks run: local (default), hosts:HOST,..., docker")
+    parser.add_argument("--image", default="", help="the image of --on docker; default: IMAGE:TORCH, or rolecall:cpu")
     group = parser.add_argument_group("ranks on other machines, by ssh")
     group.add_argument("--hosts", metavar="HOST,...", help="where ranks run, in turn; or a file with a host a line")
     group.add_argument(
@@ -96,9 +129,12 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
         meant = did_you_mean(flag.replace("_", "-"), known)
         raise UsageError(f"{flag}: no such flag{meant}; `rolecall run {target} --help` lists them")
     given = vars(parsed)
+    for name in ("name", "detach"):  # `take_name` has taken them
+        if given.pop(name):
+            raise UsageError(f"--{name}: is a flag of `rolecall run` alone; leave it out")
     require_known(job, filter(None, given.pop("given_settings").split(",")))
     plain = bool(given.pop("plain"))
-    for name in ("hosts", "role", "python", "in_process"):  # `take_host_options` has taken them
+    for name in ("hosts", "role", "python", "in_process", "on", "image"):  # `take_options` has taken them
         given.pop(name)
     for name, value in given.items():
         if not isinstance(value, str):
@@ -120,11 +156,13 @@ def parser(job: Job, target: str) -> argparse.ArgumentParser:
         prog=f"rolecall run {target}",
         description=job.summary or None,
         allow_abbrev=False,
-        usage=f"rolecall run {target} [--plain] [--in-process] [--hosts HOST,...] [--SETTING VALUE]...",
+        usage=f"rolecall run {target} [--on ENGINE] [--name NAME] [--detach] [--in-process] [--plain] "
+        "[--SETTING VALUE]...",
     )
     parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
-    _add_host_options(parser)
+    _add_options(parser)
     _add(parser, job, target)
+    _add_name(parser)
     return parser
 
 

@@ -41,6 +41,10 @@ RESERVED = {
     "hosts",
     "python",
     "in_process",
+    "on",
+    "image",
+    "name",
+    "detach",
 }
 
 

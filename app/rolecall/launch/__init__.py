@@ -1,10 +1,13 @@
-"""`rolecall run` and `rolecall.start`: all ranks of a job on this machine, or on hosts by ssh, and commands for them;
-`rolecall launch`: on a cluster.
+"""`rolecall run` and `rolecall.start`: all ranks of a job on this machine, in containers, or on hosts by ssh, and
+commands for them; `rolecall launch`: on a cluster.
 
-commands.py      `rolecall ps`, `kill` and `scale`: commands for a run, which they reach by its control socket
+commands.py      `rolecall ps`, `kill`, `scale` and `stop`: commands for a run, which they reach by its control socket
+containers.py    `rolecall run --on docker`: a container for each rank, and what all of them are given
 control.py       The control socket of `rolecall run`: other commands list its ranks there
 debugger.py      `rolecall debug`: attaches the terminal to a member that is stopped
+detached.py      `rolecall run JOB --detach`: starts a run as a process of its own
 ended.py         How a run that `rolecall.start` holds has ended: its result, or an error
+fetch.py         `rolecall fetch`: where a run's summary, history and newest checkpoint are, or a copy of them
 gpu.py           GPUs for the ranks of `rolecall run`
 here.py          What ranks need of their machine: ports, GPUs, a temporary folder, and the start of their processes
 host.py          A host of `rolecall run --hosts`: its connection by ssh, and the ranks there
@@ -12,8 +15,9 @@ hosted.py        What `rolecall run --hosts` starts on each host, by ssh: runs r
 hosts.py         `rolecall run --hosts`: which rank runs on which host, and what all of them are given
 in_process.py    `rolecall run --in-process`: all ranks as threads of its own process
 local.py         All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`
+logs.py          `rolecall logs`: what the ranks of a run have written
 notebook.py      A run in a notebook: its state below the cell, until the run is over
-on_hosts.py      `rolecall run --hosts`: starts the hosts, and meanwhile describes the job here
+on_hosts.py      `rolecall run --hosts`, or in containers: connects to them, and meanwhile describes the job here
 output.py        What `rolecall run` prints, by a thread of its own: a terminal that is slow
 process_run.py   `rolecall.start`: a run whose ranks are processes, held by a process of `rolecall run`
 rank_process.py  A rank of `rolecall run`: its process, which is restarted when it crashes, and its log

@@ -1,4 +1,4 @@
-"""All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`."""
+"""All ranks of a job, as processes on this machine or on hosts, or in containers: `rolecall run JOB`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -20,7 +21,8 @@ from rolecall.declare import describe
 from rolecall.declare.describe import Description
 from rolecall.errors import UNSAVED, USAGE, UsageError
 from rolecall.gang.protocol import name_of
-from rolecall.launch.control import Control
+from rolecall.launch.containers import Containers
+from rolecall.launch.control import CLOSE_SECONDS, Control
 from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, remove_leftovers, temporary_folder
 from rolecall.launch.hosts import Hosts
 from rolecall.launch.output import Output, printable
@@ -53,8 +55,8 @@ async def _wait(
 
 
 class LocalRun:
-    """The ranks of one job on this machine, or on `hosts`, and their display. Raises UsageError for an unusable
-    CHECKPOINT_DIR."""
+    """The ranks of one job on this machine, or on `hosts`, or in containers, and their display. Raises UsageError for
+    an unusable CHECKPOINT_DIR."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class LocalRun:
         settings: Settings,
         live: bool,
         zygote: Zygote | None = None,
-        hosts: Hosts | None = None,
+        hosts: Hosts | Containers | None = None,
     ) -> None:
         self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
         self._hosts = hosts
@@ -97,7 +99,7 @@ class LocalRun:
         self._token_file = self._make_token()
         planned = self._machines.plan({name_of(key): self.job.gpus[key[0]] for key in members})
         self._shared = {
-            **self._machines.environment(self._temporary, self._token_file),
+            **self._machines.environment(self._temporary, self._token_file, self.directory),
             **self.job.flags,
             "JOB": self.job.target,
             "MASTER_PORT": planned[0]["PORT"],
@@ -147,8 +149,8 @@ class LocalRun:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
         try:
-            control = await Control(self._temporary / SOCKET, self._listed, self.scale, self.kill).start()
-            self._published = self._publish()
+            control = await Control(self._temporary / SOCKET, self._listed, self.scale, self.kill, self.stop).start()
+            self._publish()
         except BaseException:
             self._remove_folders()
             raise
@@ -174,17 +176,17 @@ class LocalRun:
             display.cancel()
             await asyncio.wait({display})
             self._remove_temporary()
-            if self._published:
-                (self.directory / targets.RANKS).unlink(missing_ok=True)
         files = [name for name, written in self._report_files().items() if self._earlier.get(name) != written]
         state = state_of(code)
         kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
-        last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
-        if self._hosts:
-            last = f"rolecall: {state}; logs in {self.directory}; {self._hosts.results(self.directory)}"
+        last = f"{state}; {', '.join([*kept, *files])} in {self.directory}"
+        if self._hosts and (elsewhere := self._hosts.results(self.directory)):
+            last = f"{state}; logs in {self.directory}; {elsewhere}"
         if code == USAGE and self._dispose():
-            last = f"rolecall: {state}"
-        self.output.close(last, LAST_OUTPUT_SECONDS)
+            last = state
+        else:
+            self._write_down(lambda: targets.conclude(self.directory, code, last))
+        self.output.close(f"rolecall: {last}", LAST_OUTPUT_SECONDS)
         return code
 
     def _report_files(self) -> dict[str, int]:
@@ -195,18 +197,18 @@ class LocalRun:
     async def _report_crash(self, role: str, ordinal: int) -> None:
         """Tells rank 0 that the process of a rank has ended, before that rank's lease runs out."""
         rank0 = self.ranks[0]
-        if (role, ordinal) == (rank0.role, rank0.ordinal) or not self._published:
+        if (role, ordinal) == (rank0.role, rank0.ordinal):
             return
         with contextlib.suppress(UsageError, TimeoutError):  # rank 0 may be gone too; then the lease tells
             async with asyncio.timeout(CRASH_REPORT_SECONDS):
                 about = {"role": role, "ordinal": ordinal}
                 await ask.ask(str(self.directory), "crashed", about, to=[rank0.name], timeout=CRASH_REPORT_SECONDS)
 
-    def _publish(self) -> bool:
-        try:
-            return targets.publish(self.directory, self.addresses, self._token_file, str(self._temporary / SOCKET))
-        except OSError as error:
-            raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
+    def _publish(self) -> None:
+        """Writes down this run. Raises TakenError if another one is under way in its directory, and UsageError."""
+        engine, elsewhere = self._machines.engine, self._hosts.host if self._hosts else ""
+        about = targets.About(self.job.name, engine, elsewhere, str(self.directory))
+        targets.publish(self.directory, self.addresses, self._token_file, str(self._temporary / SOCKET), about)
 
     async def _until_over(self) -> int:
         """Until rank 0 has ended, another rank has failed, or a signal came; then the others get time to end."""
@@ -231,10 +233,8 @@ class LocalRun:
             self._zygote.end()  # it imports, and they wait for it
         passing = asyncio.create_task(self._pass_breakpoints() if interrupted.done() else asyncio.Event().wait())
         if interrupted.done():
-            s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
-            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + END_SECONDS
             frozen = asyncio.create_task(self._frozen(rank0))
-            await _wait({rank0, frozen}, signalled, grace, any_of=True)
+            await _wait({rank0, frozen}, signalled, self._drain_seconds, any_of=True)
             frozen.cancel()
         elif rank0.done() and not refused:
             await _wait({*self._tasks.values()}, signalled, INFORMED_SECONDS)
@@ -246,6 +246,12 @@ class LocalRun:
         for task in (interrupted, again, passing):
             task.cancel()
         return code
+
+    @property
+    def _drain_seconds(self) -> float:
+        """For rank 0 to end: a rank leaves earlier by itself; saving has its own deadline."""
+        s = self.settings
+        return s.drain_timeout + s.phase_timeout + s.lease_seconds + END_SECONDS
 
     async def _pass_breakpoints(self) -> None:
         """Has ranks go on from breakpoints at which nobody is attached: a drain waits for none of them."""
@@ -285,6 +291,14 @@ class LocalRun:
             raise UsageError(f"{rank.name}: has no process {part!r}; its parts are: {there}")
         return f"killed {rank.name}{rank.host and f' on {rank.host}'}: {', '.join(killed.processes)}"
 
+    def stop(self, now: bool) -> float:
+        """Has the job drain, or ends the run `now`. Returns the seconds within which it is over."""
+        if not self._interrupted.is_set():
+            self._interrupt()
+        if now:
+            self._again.set()
+        return CLOSE_SECONDS if now else self._drain_seconds + CLOSE_SECONDS
+
     def scale(self, role: str, count: int) -> str:
         """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what
         is done. Raises UsageError if that is not possible."""
@@ -305,7 +319,7 @@ class LocalRun:
             rank.dropped = True
             rank.stop(drain=True)
         self._tasks |= {rank: asyncio.create_task(rank.supervise()) for rank in started}
-        self._republish()
+        self._write_down(self._publish)
         self._scaled.set()
         what = {"starting": started, "draining": surplus}
         done = [f"{verb} {', '.join(rank.name for rank in ranks)}" for verb, ranks in what.items() if ranks]
@@ -327,14 +341,14 @@ class LocalRun:
             self._machines.forget(rank.name)
             self.addresses.remove(self._address(rank))
         if gone:
-            self._republish()
+            self._write_down(self._publish)
 
-    def _republish(self) -> None:
-        if self._published:
-            try:
-                targets.rewrite(self.directory, self.addresses, self._token_file, str(self._temporary / SOCKET))
-            except OSError as error:
-                self.show(f"rolecall: {self.directory / targets.RANKS}: cannot be written ({error.strerror})")
+    def _write_down(self, write: Callable[[], None]) -> None:
+        """Has `write` write what other commands read; a problem is displayed."""
+        try:
+            write()
+        except UsageError as error:
+            self.show(f"rolecall: {error}")
 
     # ---- folders
 
@@ -383,8 +397,8 @@ def run(job: Description, zygote: Zygote | None = None) -> int:
     return asyncio.run(main())
 
 
-async def run_on_hosts(job: Description, hosts: Hosts) -> int:
-    """Runs `job` on `hosts`, to which the connections are there. Returns the exit code. Raises UsageError."""
+async def run_on_hosts(job: Description, hosts: Hosts | Containers) -> int:
+    """Runs `job` on `hosts`, or in containers, which are connected. Returns the exit code. Raises UsageError."""
     settings = _settings(job)
     await hosts.prepare(job, settings)
     return await LocalRun(hosts.job, settings, live=_live(job), hosts=hosts).run()

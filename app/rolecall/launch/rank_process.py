@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rolecall.gang.protocol import name_of
+from rolecall.launch.containers import Container, ContainerProcess
 from rolecall.launch.here import Here, LocalProcess, follow
 from rolecall.launch.host import Host, HostedProcess
 from rolecall.launch.output import Splitter, Tracebacks
@@ -35,7 +36,7 @@ class RankProcess:
         environment: dict[str, str],
         log: Path,
         show: Callable[[str], None],
-        place: Here | Host | None = None,
+        place: Here | Host | Container | None = None,
         crashed: Callable[[str, int], Awaitable[None]] | None = None,
         seen: set[tuple[str, str]] | None = None,
     ) -> None:
@@ -43,7 +44,7 @@ class RankProcess:
         self.name, self.crashed = name_of((role, ordinal)), crashed
         self._seen = set[tuple[str, str]]() if seen is None else seen  # tracebacks that were shown
         self._place = place or Here()
-        self.process: LocalProcess | HostedProcess | None = None
+        self.process: LocalProcess | HostedProcess | ContainerProcess | None = None
         self._stopped = asyncio.Event()
         self.dropped = False  # the run goes on without it
 

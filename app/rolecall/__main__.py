@@ -287,7 +287,12 @@ def _run(target: str, words: Sequence[str]) -> int:
         given.append(f"--checkpoint-dir={directory}")
     target, words = registry.program(target, [*given, *values])
     registry.require_target(target)
-    if (options.hosts or options.in_containers) and not {"-h", "--help"} & set(given):
+    if options.is_submitted and not {"-h", "--help"} & set(given):
+        from rolecall.launch import clusters
+
+        with sources.passed_on(registry.sources_of(target)):
+            return clusters.run(target, words, options)
+    if options.engine != flags.LOCAL and not {"-h", "--help"} & set(given):
         from rolecall.launch import on_hosts
 
         with sources.passed_on(registry.sources_of(target)):

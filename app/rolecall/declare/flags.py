@@ -44,17 +44,45 @@ class Flags:
     plain: bool
 
 
+LOCAL, HOSTS, DOCKER, SLURM, KUBERNETES = "local", "hosts", "docker", "slurm", "kubernetes"
+ENGINES = (LOCAL, HOSTS, DOCKER, SLURM, KUBERNETES)
+# flags of some engines alone
+FLAGS_OF = {
+    "role": (HOSTS, DOCKER, SLURM, KUBERNETES),
+    "python": (HOSTS,),
+    "image": (DOCKER, KUBERNETES),
+    "nodes": (SLURM,),
+    "sbatch": (SLURM,),
+    "context": (KUBERNETES,),
+    "namespace": (KUBERNETES,),
+    "dry_run": (SLURM, KUBERNETES),
+    "keep": (SLURM, KUBERNETES),
+}
+
+
 @dataclass(frozen=True)
 class RunOptions:
-    """Where the ranks of `rolecall run` run: on `hosts`, or `in_containers` of an `image`, or all on this machine."""
+    """Where the ranks of `rolecall run` run: the `engine`, and flags of some engines alone. Of each role in `roles`,
+    ROLE=TEXT: its hosts, its options of sbatch, or what each member needs."""
 
+    engine: str
     hosts: str
     roles: tuple[str, ...]
     python: str
-    in_containers: bool = False
-    image: str = ""
-    in_process: bool = False  # as threads of one process
-    tied: int = 0  # the process that has started the run, and with which it ends
+    image: str
+    nodes: int | None
+    sbatch: tuple[str, ...]
+    context: str
+    namespace: str
+    dry_run: bool
+    keep: bool  # nothing that was made is deleted at the end
+    in_process: bool  # as threads of one process
+    tied: int  # the process that has started the run, and with which it ends; 0 for none
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether a cluster holds the ranks, and no process of this machine."""
+        return self.engine in (SLURM, KUBERNETES)
 
 
 def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
@@ -65,19 +93,32 @@ def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
     given, others = takes.parse_known_args(arguments)
     if None not in (given.on, given.hosts):
         raise UsageError("--hosts: leave it out; --on hosts:HOST,... means the same")
-    engine, _, hosts = (given.on or "local" if given.hosts is None else f"hosts:{given.hosts}").partition(":")
-    if engine not in ("local", "hosts", "docker") or (hosts and engine != "hosts"):
-        raise UsageError(f"--on {given.on}: must be local, hosts:HOST,..., or docker")
-    run = {"in_containers": engine == "docker", "image": given.image, "in_process": given.in_process}
-    options = RunOptions(hosts, tuple(given.role), given.python or "", **run, tied=given.tied)
-    if given.in_process and engine != "local":
+    engine, _, hosts = (given.on or LOCAL if given.hosts is None else f"{HOSTS}:{given.hosts}").partition(":")
+    if engine not in ENGINES or (hosts and engine != HOSTS):
+        raise UsageError(f"--on {given.on}: must be local, hosts:HOST,..., docker, slurm, or kubernetes")
+    if given.in_process and engine != LOCAL:
         raise UsageError(f"--in-process: runs all ranks in one process; leave {'--on' if given.on else '--hosts'} out")
-    if given.image and engine != "docker":
-        raise UsageError("--image: needs --on docker")
-    if engine == "hosts" and not hosts.strip():
+    if engine == HOSTS and not hosts.strip():
         raise UsageError("--hosts: names no host; leave it out to run all ranks on this machine")
-    if not options.hosts and (options.roles or options.python):
-        raise UsageError(f"{'--role' if options.roles else '--python'}: needs --hosts HOST,HOST or --hosts FILE")
+    for name, engines in FLAGS_OF.items():
+        if getattr(given, name) not in (None, "", [], False) and engine not in engines:
+            needed = " or ".join(f"{each}:HOST,HOST" if each == HOSTS else each for each in engines)
+            raise UsageError(f"--{name.replace('_', '-')}: needs --on {needed}")
+    options = RunOptions(
+        engine=engine,
+        hosts=hosts,
+        roles=tuple(given.role),
+        python=given.python or "",
+        image=given.image,
+        nodes=given.nodes,
+        sbatch=tuple(given.sbatch),
+        context=given.context,
+        namespace=given.namespace,
+        dry_run=given.dry_run,
+        keep=given.keep,
+        in_process=given.in_process,
+        tied=given.tied,
+    )
     return options, others
 
 
@@ -103,18 +144,29 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-process", action="store_true", help="all ranks as threads of one process, to debug a job")
-    parser.add_argument("--on", metavar="ENGINE", help="where ranks run: local (default), hosts:HOST,..., docker")
-    parser.add_argument("--image", default="", help="the image of --on docker; default: IMAGE:TORCH, or rolecall:cpu")
-    group = parser.add_argument_group("ranks on other machines, by ssh")
-    group.add_argument("--hosts", metavar="HOST,...", help="where ranks run, in turn; or a file with a host a line")
+    parser.add_argument(
+        "--on", metavar="ENGINE", help="where ranks run: local (default), hosts:HOST,..., docker, slurm, kubernetes"
+    )
+    group = parser.add_argument_group("ranks elsewhere")
+    group.add_argument("--hosts", metavar="HOST,...", help="as --on hosts:HOST,...; or a file with a host a line")
     group.add_argument(
         "--role",
-        metavar="ROLE=HOST,...",
+        metavar="ROLE=TEXT",
         action="append",
         default=[],
-        help="where the ranks of a role run; may be repeated",
+        help="of a role's ranks: their hosts; their options of sbatch; or, on docker and kubernetes, what each needs, "
+        "such as 'cpus=4 memory_mb=8000 gpus=1'; may be repeated",
     )
-    group.add_argument("--python", metavar="PATH", help="the Python there; default: the path of the one here")
+    group.add_argument("--python", metavar="PATH", help="the Python on the hosts; default: the path of the one here")
+    group.add_argument("--image", default="", help="of containers and pods; default: IMAGE:TORCH, or rolecall:cpu")
+    group.add_argument("--nodes", type=int, metavar="N", help="of Slurm, for all ranks (default: Slurm decides)")
+    group.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTIONS", help="of sbatch, such as '--time=2:00:00'"
+    )
+    group.add_argument("--context", default="", help="kubectl's (default: the current one)")
+    group.add_argument("--namespace", default="", help="on kubernetes (default: the context's)")
+    group.add_argument("--dry-run", action="store_true", help="print what would be submitted to slurm or kubernetes")
+    group.add_argument("--keep", action="store_true", help="delete nothing of the cluster at the end of the run")
 
 
 def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
@@ -134,7 +186,7 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
             raise UsageError(f"--{name}: is a flag of `rolecall run` alone; leave it out")
     require_known(job, filter(None, given.pop("given_settings").split(",")))
     plain = bool(given.pop("plain"))
-    for name in ("hosts", "role", "python", "in_process", "on", "image"):  # `take_options` has taken them
+    for name in ("hosts", "in_process", "on", *FLAGS_OF):  # `take_options` has taken them
         given.pop(name)
     for name, value in given.items():
         if not isinstance(value, str):

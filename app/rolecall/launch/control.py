@@ -38,7 +38,7 @@ class Control:
         self,
         path: Path,
         ranks: Callable[[], list[ListedRank]],
-        scale: Callable[[str, int], str],
+        scale: Callable[[str, int], Awaitable[str]],
         kill: Callable[[str, int, str], Awaitable[str]],
         stop: Callable[[bool], float],
     ) -> None:
@@ -68,7 +68,7 @@ class Control:
                 case ListRanks():
                     return Reply(ranks=tuple(self._ranks()))
                 case ScaleRole(role, count):
-                    return Reply(done=self._scale(role, count))
+                    return Reply(done=await self._scale(role, count))
                 case KillRank(role, ordinal, part):
                     return Reply(done=await self._kill(role, ordinal, part))
                 case StopRun(now):

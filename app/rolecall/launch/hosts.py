@@ -119,7 +119,7 @@ class Hosts:
     async def prepare(self, job: Description, settings: Settings) -> None:
         """Makes the hosts ready for `job`: from now on `job` is it as they see it. Raises UsageError."""
         if unknown := set(self._placement.roles) - {role.name for role in job.roles}:
-            raise UsageError(f"--role {min(unknown)}=...: {job.name} has the roles {', '.join(job.gpus)}")
+            raise UsageError(f"--role {min(unknown)}=...: {job.name} has the roles {', '.join(job.needs)}")
         self.job, files = sent(job)
         for host in self._hosts.values():
             host.send_files(files)

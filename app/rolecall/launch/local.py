@@ -19,19 +19,19 @@ from rolecall import config, telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.declare.describe import Description
-from rolecall.errors import UNSAVED, USAGE, UsageError
+from rolecall.errors import USAGE, UsageError
 from rolecall.gang.protocol import name_of
 from rolecall.launch.containers import Containers
 from rolecall.launch.control import CLOSE_SECONDS, Control
-from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, remove_leftovers, temporary_folder
+from rolecall.launch.ended import state_of
+from rolecall.launch.here import Here, remove_leftovers, temporary_folder
 from rolecall.launch.hosts import Hosts
-from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
+from rolecall.launch.screen import Screen
 from rolecall.messages.control import SOCKET, ListedRank, debugger
 from rolecall.observe import ask, targets
 from rolecall.observe.sinks.feed import END_SECONDS
 from rolecall.observe.targets import Address
-from rolecall.observe.watch import PERIOD_SECONDS, Display
 from rolecall.rank.zygote import Zygote
 from rolecall.record import rundir
 from rolecall.tunnel import keys
@@ -66,12 +66,11 @@ class LocalRun:
         zygote: Zygote | None = None,
         hosts: Hosts | Containers | None = None,
     ) -> None:
-        self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
+        self.job, self.settings, self._zygote = job, settings, zygote
+        self.screen = Screen(live)
         self._hosts = hosts
         self._machines = hosts or Here(zygote)
         self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
-        self._errors: set[str] = set()
-        self._seen = set[tuple[str, str]]()  # tracebacks that were shown
         given = "checkpoint_dir" in settings.model_fields_set
         self.directory = settings.checkpoint_dir if given else rundir.of_run(job.name)
         self._disposable = not given and not self.directory.exists()  # if the start is refused
@@ -87,7 +86,6 @@ class LocalRun:
         self.addresses = [self._address(rank) for rank in self.ranks]
         repeated = settings.resume and (self.directory / rundir.DONE).exists()  # what has finished is shown again
         self._earlier = {} if repeated else self._report_files()  # an earlier run's, which has not finished
-        self.display = Display()
 
     def _plan(self) -> list[RankProcess]:
         logs = self.directory / "logs"
@@ -97,7 +95,7 @@ class LocalRun:
             raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
         members = [(role.name, ordinal) for role in self.job.roles for ordinal in range(role.count)]
         self._token_file = self._make_token()
-        planned = self._machines.plan({name_of(key): self.job.gpus[key[0]] for key in members})
+        planned = self._machines.plan({name_of(key): self.job.needs[key[0]].gpus for key in members})
         self._shared = {
             **self._machines.environment(self._temporary, self._token_file, self.directory),
             **self.job.flags,
@@ -116,7 +114,14 @@ class LocalRun:
         environment = {**self._shared, "ROLE": role, "ORDINAL": str(ordinal), **variables}
         log, place = self.directory / "logs" / f"{name_of((role, ordinal))}.log", self._machines.place(role, ordinal)
         return RankProcess(
-            role, ordinal, environment, log, self.show, place=place, crashed=self._report_crash, seen=self._seen
+            role,
+            ordinal,
+            environment,
+            log,
+            self.screen.show,
+            place=place,
+            crashed=self._report_crash,
+            seen=self.screen.seen,
         )
 
     def _address(self, rank: RankProcess) -> Address:
@@ -131,18 +136,6 @@ class LocalRun:
         file.write_text(keys.new_token() + "\n")
         return str(file)
 
-    def show(self, line: str) -> None:
-        """Displays a line of a rank; an error that several ranks report is shown once."""
-        error = line.startswith("rolecall: ")
-        if error and line in self._errors:
-            return
-        if error:
-            self._errors.add(line)
-        if self.live and not error:
-            self.display.lines.append(printable(line))
-        else:
-            self.output.line(line, error)
-
     async def run(self) -> int:
         """Runs the ranks until the job is over. Returns the exit code: rank 0's, or 130 after a signal."""
         loop = asyncio.get_running_loop()
@@ -154,12 +147,13 @@ class LocalRun:
         except BaseException:
             self._remove_folders()
             raise
-        self.output = Output(sys.stdout, sys.stderr)
-        self.output.line(f"rolecall: this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
+        self.screen.open()
+        self.screen.say(f"this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
         if self._hosts:
-            self._hosts.show_by(self.show)
+            self._hosts.show_by(self.screen.show)
         self._tasks = {rank: asyncio.create_task(rank.supervise()) for rank in self.ranks}
-        display = asyncio.create_task(self._display() if self.live else asyncio.Event().wait())
+        rank0 = targets.Target(str(self.directory), self.addresses[0].url.removesuffix("/metrics"), self.directory)
+        display = asyncio.create_task(self.screen.draw_forever(rank0))
         try:
             code = await self._until_over()
         finally:
@@ -186,7 +180,7 @@ class LocalRun:
             last = state
         else:
             self._write_down(lambda: targets.conclude(self.directory, code, last))
-        self.output.close(f"rolecall: {last}", LAST_OUTPUT_SECONDS)
+        self.screen.close(last)
         return code
 
     def _report_files(self) -> dict[str, int]:
@@ -299,7 +293,7 @@ class LocalRun:
             self._again.set()
         return CLOSE_SECONDS if now else self._drain_seconds + CLOSE_SECONDS
 
-    def scale(self, role: str, count: int) -> str:
+    async def scale(self, role: str, count: int) -> str:
         """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what
         is done. Raises UsageError if that is not possible."""
         spec = next((spec for spec in self.job.roles if spec.name == role), None)
@@ -326,7 +320,7 @@ class LocalRun:
         return "; ".join(done) or f"{role} has {count} already"
 
     def _planned(self, role: str, ordinal: int) -> RankProcess:
-        (variables,) = self._machines.plan({name_of((role, ordinal)): self.job.gpus[role]})
+        (variables,) = self._machines.plan({name_of((role, ordinal)): self.job.needs[role].gpus})
         rank = self._rank(role, ordinal, variables)
         self.ranks.append(rank)
         self.addresses.append(self._address(rank))
@@ -348,7 +342,7 @@ class LocalRun:
         try:
             write()
         except UsageError as error:
-            self.show(f"rolecall: {error}")
+            self.screen.show(f"rolecall: {error}")
 
     # ---- folders
 
@@ -377,34 +371,27 @@ class LocalRun:
             self._again.set()
             return
         self._interrupted.set()
-        self.show("rolecall: stopping: the job's state, if it has any, is saved; Ctrl-C again to stop at once")
-
-    async def _display(self) -> None:
-        rank0 = targets.Target(str(self.directory), self.addresses[0].url.removesuffix("/metrics"), self.directory)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.display.follow_forever(rank0))
-            while True:
-                self.output.picture(self.display.render(self.output.width))
-                await asyncio.sleep(PERIOD_SECONDS)
+        self.screen.show("rolecall: stopping: the job's state, if it has any, is saved; Ctrl-C again to stop at once")
 
 
 def run(job: Description, zygote: Zygote | None = None) -> int:
     """Runs `job`, whose ranks are forked from `zygote`. Returns the exit code. Raises UsageError for wrong settings."""
 
     async def main() -> int:
-        return await LocalRun(job, _settings(job), live=_live(job), zygote=zygote).run()
+        return await LocalRun(job, settings_of(job), live=is_live(job), zygote=zygote).run()
 
     return asyncio.run(main())
 
 
 async def run_on_hosts(job: Description, hosts: Hosts | Containers) -> int:
     """Runs `job` on `hosts`, or in containers, which are connected. Returns the exit code. Raises UsageError."""
-    settings = _settings(job)
+    settings = settings_of(job)
     await hosts.prepare(job, settings)
-    return await LocalRun(hosts.job, settings, live=_live(job), hosts=hosts).run()
+    return await LocalRun(hosts.job, settings, live=is_live(job), hosts=hosts).run()
 
 
-def _settings(job: Description) -> Settings:
+def settings_of(job: Description) -> Settings:
+    """The settings of this process, with the flags that `job` was described with. Raises UsageError."""
     settings = config.load(
         Settings, **{name.lower(): value for name, value in job.flags.items() if name.lower() in Settings.model_fields}
     )
@@ -413,11 +400,6 @@ def _settings(job: Description) -> Settings:
     return settings
 
 
-def state_of(code: int) -> str:
-    """How a run has ended, by its exit code."""
-    unsaved = f"finished, and its result is not saved (exit code {UNSAVED})"
-    return {0: "finished", INTERRUPTED: "stopped", UNSAVED: unsaved}.get(code, f"failed (exit code {code})")
-
-
-def _live(job: Description) -> bool:
+def is_live(job: Description) -> bool:
+    """Whether the live display is shown."""
     return sys.stdout.isatty() and not job.plain

@@ -7,7 +7,7 @@ import asyncio
 import importlib
 from collections.abc import Sequence
 
-from rolecall.declare import describe, registry
+from rolecall.declare import describe, flags, registry
 from rolecall.declare.describe import Description
 from rolecall.declare.flags import RunOptions
 from rolecall.launch.containers import Containers, image_named
@@ -27,7 +27,11 @@ def run(target: str, words: Sequence[str], options: RunOptions) -> int:
             return end
 
     async def main() -> int:
-        hosts = Containers(image_named(options.image)) if options.in_containers else Hosts(placement(options), target)
+        hosts = (
+            Containers(image_named(options.image))
+            if options.engine == flags.DOCKER
+            else Hosts(placement(options), target)
+        )
         connecting = asyncio.create_task(hosts.connect())  # the hosts import torch meanwhile
         try:
             importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, RUN))

@@ -13,7 +13,7 @@ from rolecall.gang.protocol import name_of
 from rolecall.launch.containers import Container, ContainerProcess
 from rolecall.launch.here import Here, LocalProcess, follow
 from rolecall.launch.host import Host, HostedProcess
-from rolecall.launch.output import Splitter, Tracebacks
+from rolecall.launch.output import RankLog
 from rolecall.rank.guard import FINAL_CODES, CrashBackoff
 
 MAX_CRASHES = 5
@@ -110,28 +110,10 @@ class RankProcess:
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         """Copies the rank's output to its log and shows its lines."""
-        splitter, tracebacks, problem = Splitter(), Tracebacks(self.name, self._seen), ""
+        log = RankLog(self.name, self.log, self.show, self._seen)
         while data := await stream.read(CHUNK_BYTES):
-            if not problem and (problem := await asyncio.to_thread(self._append, data)):
-                # the rank must not wait for a full disk
-                self.show(f"{self.name}: its log {self.log} cannot be written any more ({problem})")
-            for line in splitter.split(data):
-                for shown in tracebacks.show(line):
-                    self.show(shown)
-        for line in splitter.end():
-            for shown in tracebacks.show(line):
-                self.show(shown)
-        for shown in tracebacks.end():
-            self.show(shown)
-
-    def _append(self, data: bytes) -> str:
-        """Appends `data` to the log. Returns the problem, if any."""
-        try:
-            with self.log.open("ab") as log:
-                log.write(data)
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
+            await log.take(data)
+        log.end()
 
     def stop(self, drain: bool) -> None:
         """Does not restart the rank any more; asks it to `drain`."""

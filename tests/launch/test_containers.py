@@ -52,7 +52,7 @@ def test_an_engine_is_local_hosts_or_docker() -> None:
     assert flags.take_options(["--on", "hosts:a,b"])[0] == flags.take_options(["--hosts", "a,b"])[0]
     assert flags.take_options(["--on=local"])[0] == flags.take_options([])[0]
     options, others = flags.take_options(["--on", "docker", "--seed=2", "--image", "mine:v2"])
-    assert (options.in_containers, options.image, others) == (True, "mine:v2", ["--seed=2"])
+    assert (options.engine, options.image, others) == ("docker", "mine:v2", ["--seed=2"])
 
 
 @pytest.mark.parametrize(

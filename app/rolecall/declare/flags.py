@@ -46,6 +46,7 @@ class Flags:
 
 LOCAL, HOSTS, DOCKER, SLURM, KUBERNETES = "local", "hosts", "docker", "slurm", "kubernetes"
 ENGINES = (LOCAL, HOSTS, DOCKER, SLURM, KUBERNETES)
+SUBMITTED = (SLURM, KUBERNETES)  # a cluster holds the ranks, and no process of this machine
 # flags of some engines alone
 FLAGS_OF = {
     "role": (HOSTS, DOCKER, SLURM, KUBERNETES),
@@ -81,8 +82,8 @@ class RunOptions:
 
     @property
     def is_submitted(self) -> bool:
-        """Whether a cluster holds the ranks, and no process of this machine."""
-        return self.engine in (SLURM, KUBERNETES)
+        """Whether the engine is one of SUBMITTED."""
+        return self.engine in SUBMITTED
 
 
 def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rolecall.declare import describe, flags
 from rolecall.declare.flags import RunOptions
+from rolecall.launch import needs
 from rolecall.launch.followed import Cluster, Followed
 from rolecall.launch.local import is_live, settings_of
 from rolecall.record import rundir
@@ -21,9 +22,13 @@ def run(target: str, words: Sequence[str], options: RunOptions) -> int:
     directory = (settings.checkpoint_dir if given else rundir.of_run(job.name)).absolute()
     cluster: Cluster
     if options.engine == flags.SLURM:
+        from rolecall.launch.slurm import Slurm
+
         cluster = Slurm(job, settings, options, directory)
     else:
-        cluster = Kubernetes(job, settings, options, directory)
+        from rolecall.launch.kubernetes import Kubernetes
+
+        cluster = Kubernetes(needs.given(job, options.roles), settings, options, directory)
     if options.dry_run:
         print(cluster.manifest(), end="")
         return 0

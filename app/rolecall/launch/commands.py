@@ -35,8 +35,8 @@ def ps(words: Sequence[str]) -> int:
     rows = [("rank", "part", "pid", "state")]
     for rank in control.ask(arguments.run, ListRanks()).ranks:
         processes = list[tuple[str, str, str]]()
-        if rank.pid and rank.host:
-            processes = [(SUPERVISOR, f"{rank.host}:{rank.pid}", "")]
+        if rank.host:
+            processes = [(SUPERVISOR, f"{rank.host}:{rank.pid}" if rank.pid else rank.host, "")]
         elif rank.pid:
             processes = [(part, str(process.pid), _state(process)) for part, process in machine.parts(rank.pid)]
         for part, pid, state in processes or [("-", "-", "")]:

@@ -250,7 +250,10 @@ class Containers:
         """See `Here`."""
         name = f"{self._name}-{role}-{ordinal}"
         host = name[-63:].strip("-_.").replace("_", "-")  # the same after a crash, which resumes even with RESUME=0
-        self._containers.append(Container(name, [*self._options, f"--hostname={host}"], self._image))
+        needs = self.job.needs[role]
+        limits = [f"--cpus={needs.cpus:g}"] if needs.cpus else []
+        limits += [f"--memory={needs.memory_mb * 10**6}"] if needs.memory_mb else []
+        self._containers.append(Container(name, [*self._options, *limits, f"--hostname={host}"], self._image))
         return self._containers[-1]
 
     def environment(self, folder: Path, token_file: str, directory: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rolecall import config
-from rolecall.declare import registry
+from rolecall.declare import flags, registry
 from rolecall.errors import USAGE, RankError, UsageError
 from rolecall.launch.process_run import directory_of, dispose
 from rolecall.observe import targets
@@ -81,10 +81,12 @@ def _await_up(process: subprocess.Popen[bytes], folder: Path) -> int | None:
 
 
 def _is_up(pid: int, folder: Path) -> bool:
-    """Whether rank 0 has accepted the start, after which it shows the gang."""
+    """Whether rank 0 has accepted the start, after which it shows the gang; or a cluster has the run."""
     run = targets.run_in(folder)
     if run is None or run.pid != pid:
         return False
+    if run.about.engine in flags.SUBMITTED:
+        return True
     place = urlsplit(run.ranks[0].url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=ANSWER_SECONDS)
     try:

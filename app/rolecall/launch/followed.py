@@ -242,7 +242,7 @@ class Followed:
             self._screen.show(f"rolecall: {error}")
         files = [name for name in (rundir.SUMMARY, rundir.PAGE) if (self._directory / name).exists()]
         has_checkpoints = rundir.saved(self._directory)
-        what = ", ".join([*["checkpoints"] * has_checkpoints, "logs", *files])
+        what = ", ".join([*(["checkpoints"] if has_checkpoints else []), "logs", *files])
         last = f"{state_of(code)}; {what} in {self._directory}" + (kept and f"; {kept}")
         if code == 0 and not fetched:
             code = CRASHED

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rolecall.declare import describe, flags, registry
 from rolecall.declare.describe import Description
 from rolecall.declare.flags import RunOptions
+from rolecall.launch import needs
 from rolecall.launch.containers import Containers, image_named
 from rolecall.launch.hosts import Hosts, placement
 
@@ -27,11 +28,8 @@ def run(target: str, words: Sequence[str], options: RunOptions) -> int:
             return end
 
     async def main() -> int:
-        hosts = (
-            Containers(image_named(options.image))
-            if options.engine == flags.DOCKER
-            else Hosts(placement(options), target)
-        )
+        is_docker = options.engine == flags.DOCKER
+        hosts = Containers(image_named(options.image)) if is_docker else Hosts(placement(options), target)
         connecting = asyncio.create_task(hosts.connect())  # the hosts import torch meanwhile
         try:
             importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, RUN))
@@ -43,7 +41,7 @@ def run(target: str, words: Sequence[str], options: RunOptions) -> int:
             await asyncio.gather(connecting, importing)
             from rolecall.launch import local  # imported by now
 
-            return await local.run_on_hosts(job, hosts)
+            return await local.run_on_hosts(needs.given(job, options.roles) if is_docker else job, hosts)
         finally:
             connecting.cancel()
             await asyncio.gather(connecting, return_exceptions=True)

@@ -16,7 +16,9 @@ from rolecall.messages.control import ListedRank
 
 # why a container waits, if that does not end by itself
 NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-FINAL = re.compile(r"InvalidImageName|ErrImageNeverPull|not found|not exist|denied|nauthorized|no such host|HTTP response")
+FINAL = re.compile(
+    r"InvalidImageName|ErrImageNeverPull|not found|not exist|denied|nauthorized|no such host|HTTP response"
+)
 STARTING = ("ContainerCreating", "PodInitializing", "")
 OUT_OF_MEMORY = "OOMKilled"
 
@@ -64,7 +66,9 @@ class Pod:
     @property
     def is_over(self) -> bool:
         """Whether nothing runs in it any more."""
-        return self.item.get("status", {}).get("phase") in ("Succeeded", "Failed") or self.state("terminated") is not None
+        return (
+            self.item.get("status", {}).get("phase") in ("Succeeded", "Failed") or self.state("terminated") is not None
+        )
 
     @property
     def has_begun(self) -> bool:

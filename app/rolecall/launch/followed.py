@@ -40,8 +40,8 @@ LAST_LINES_SECONDS = 10.0  # for the rest of what ranks have written
 @dataclass(frozen=True)
 class Seen:
     """A run as its cluster has it: its ranks; why it `waits`, if it does not run yet; the URL of rank 0's metrics as
-    this machine reaches it, if it is known; the `place` of rank 0's files, as `targets.About` has it; the exit `code` of
-    a run that is over, and the `reason` if it failed."""
+    this machine reaches it, if it is known; the `place` of rank 0's files, as `targets.About` has it; the exit `code`
+    of a run that is over, and the `reason` if it failed."""
 
     ranks: tuple[ListedRank, ...] = ()
     waits: str = ""

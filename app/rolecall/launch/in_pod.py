@@ -1,5 +1,6 @@
-"""`python -m rolecall.launch.in_pod PART`, in a rank's pod: kills the rank's processes that are PART, or all of them, as a
-crash does. Prints what it has killed; otherwise the parts that there are, and exits with code 1."""
+"""`python -m rolecall.launch.in_pod PART`, in a rank's pod: kills the rank's processes that are PART, or all of them.
+
+Prints what it has killed, or else the parts that there are, and then exits with code 1."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import os
 import re
 import signal
 import sys
@@ -13,7 +15,6 @@ from dataclasses import dataclass
 from rolecall.errors import UsageError
 
 COMMAND_SECONDS = 60.0  # for kubectl to end
-REQUEST_SECONDS = 30  # for the cluster to answer one of its requests
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded before any fork
 # what kubectl says, what that means, and what to do; the first that matches
@@ -51,7 +52,7 @@ class Kubectl:
         """What kubectl prints, which reads `given`. Raises UsageError if it fails, or does not end within `seconds`."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *self.command(f"--request-timeout={REQUEST_SECONDS}s", *words),
+                *self.command(f"--request-timeout={seconds:g}s", *words),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -98,7 +99,8 @@ class Kubectl:
 async def end(process: asyncio.subprocess.Process) -> None:
     """Ends kubectl, if it has not ended."""
     if process.returncode is None:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)  # `kill` of the process would reap it before asyncio does
         await process.wait()
 
 

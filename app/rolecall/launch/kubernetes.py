@@ -255,11 +255,9 @@ class Kubernetes:
                     *lines, rest = (rest + data).split(b"\n")
                     if len(rest) > MOST_LINE:
                         lines, rest = [*lines, rest], b""
-                    fresh = [
-                        line for line in lines if (stamp := line.partition(b" ")[0].decode("ascii", "replace")) > last
-                    ]
+                    fresh = [line for line in lines if _stamp(line) > last]
                     if fresh:
-                        last = fresh[-1].partition(b" ")[0].decode("ascii", "replace")
+                        last = _stamp(fresh[-1])
                         await queue.put((rank, b"".join(line.partition(b" ")[2] + b"\n" for line in fresh)))
             finally:
                 await kubectl.end(process)
@@ -371,3 +369,8 @@ class Kubernetes:
             await kubectl.end(self._forwarding[1])
         if self._port:
             self._port.close()
+
+
+def _stamp(line: bytes) -> str:
+    """The time with which a line of `kubectl logs --timestamps` begins."""
+    return line.partition(b" ")[0].decode("ascii", "replace")

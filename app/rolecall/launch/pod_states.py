@@ -1,4 +1,4 @@
-"""What a run on Kubernetes is, by its objects as the cluster has them: the ranks, what they wait for, and how it ended."""
+"""What a run on Kubernetes is, by its objects as the cluster has them: its ranks, what they wait for, how it ended."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ class Pod:
         if ended.get("reason") == OUT_OF_MEMORY:
             limit = self.item["spec"]["containers"][0]["resources"]["limits"]["memory"]
             role, _ = self.key
-            return f"{OUT_OF_MEMORY}: needs more memory than its limit, {limit}; raise it, as by --role {role}='memory_mb=8000'"
+            return f"{OUT_OF_MEMORY}: needs more memory than {limit}; give it more by --role {role}='memory_mb=8000'"
         lines = [line.strip() for line in ended.get("message", "").splitlines() if line.strip()]
         if not lines:
             status = self.item.get("status", {})
             return str(ended.get("reason") or status.get("message") or status.get("reason") or "no reason given")
         begins = lines[0].startswith(("rolecall: ", "the job failed: "))  # else it is the end of the log
-        return (lines[0] if begins else lines[-1]).removeprefix("rolecall: ")
+        return str(lines[0] if begins else lines[-1]).removeprefix("rolecall: ")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The objects of a run on Kubernetes, as k8s/*-indexed and k8s/*-job have them: an Indexed Job for each role, or a JobSet
-with all of these."""
+"""The objects of a run on Kubernetes, as k8s/*-indexed and k8s/*-job have them: an Indexed Job for each role, or a
+JobSet with all of these."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ class Run:
         }
 
     def _container(self, role: RoleSpec, needs: Needs, volumes: set[str]) -> Object:
-        mounts = [
+        mounts: list[Object] = [
             {"mountPath": "/tmp", "name": "tmp"},
             {"mountPath": SECRETS, "name": "job-token", "readOnly": True},
             {"mountPath": "/job", "name": "job", "readOnly": True},

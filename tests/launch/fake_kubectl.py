@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,7 +28,7 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 FAULTS = {
     "absent": 'error: context "absent" does not exist',
     "down": "Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout",
-    "closed": "Error from server (Forbidden): jobs.batch is forbidden: User \"me\" cannot list resource",
+    "closed": 'Error from server (Forbidden): jobs.batch is forbidden: User "me" cannot list resource',
 }
 KINDS = {"jobs": "Job", "pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim", "secrets": "Secret"}
 KINDS |= {"services": "Service", "networkpolicies": "NetworkPolicy", "configmaps": "ConfigMap"}
@@ -88,6 +89,9 @@ class Cluster:
                     self.path(item["kind"], item["metadata"]["name"]).unlink()
                 for item in self.of({"Pod"}):
                     self.delete_pod(item["metadata"]["name"])
+                if "persistentvolumeclaims" in kinds:
+                    shutil.rmtree(self.folder / "claim")
+                    (self.folder / "claim").mkdir()
             case ["logs", pod]:
                 return self.logs(pod.removeprefix("pod/"), options.get("since-time", ""))
             case ["port-forward", pod, ports]:
@@ -241,7 +245,9 @@ class Cluster:
                 pods = [pod for pod in self.of({"Pod"}) if self.role(pod) == item["metadata"]["labels"][COMPONENT]]
                 codes = [_code(pod) for pod in pods]
                 ends = {"Failed": any(codes), "Complete": bool(codes) and all(code == 0 for code in codes)}
-                conditions = [{"type": name, "status": "True", "message": "said"} for name, is_so in ends.items() if is_so]
+                conditions = [
+                    {"type": name, "status": "True", "message": "said"} for name, is_so in ends.items() if is_so
+                ]
                 item["status"] = {"conditions": conditions}
             yield item
 

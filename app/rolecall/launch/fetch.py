@@ -31,7 +31,7 @@ def run(words: Sequence[str]) -> int:
     if last and last.about.host:
         place = OnHost(last.about.host, last.about.directory)
     elif last and last.about.place and targets.run_in(folder):  # its end copies all of it to the folder
-        place = Elsewhere(f"{last.about.place[-2]}:", last.about.place)
+        place = Elsewhere(f"{last.about.engine}:{folder.name}/", last.about.place)
     files = chosen(place.names())
     if not files:
         raise UsageError(f"RUN {arguments.run!r}: no such run has written a summary, a history or a checkpoint")

@@ -104,7 +104,7 @@ class Kubernetes:
         self._is_set = self._has_sets
         await self._create()
         resumes = f"; the claim {self._run.claim} has the state of an earlier run" if self._has_claim else ""
-        return f"submitted to Kubernetes as {name}, the label {pods.INSTANCE} of its objects{resumes}"
+        return f"submitted to Kubernetes as {name} (kubectl get pods -l {pods.INSTANCE}={name}){resumes}"
 
     async def _create(self) -> None:
         """Creates all objects. Raises UsageError, and then nothing new is left."""

@@ -175,7 +175,7 @@ class Items:
         for pod in pods:
             if pod.problem:
                 return f"{name_of(pod.key)}: {pod.problem}"
-        if any(item["spec"].get("suspend") for item in self.of("Job")):
+        if any(item["spec"].get("suspend") for item in self.of("Job")) and not self.was_ended:
             return "its Jobs are suspended"
         return "pods start" if pods else ""
 

@@ -1,7 +1,7 @@
 """`kubectl` for tests: a pod is a process on this machine, in which the ranks' ports differ from pod to pod.
 
-What there is, is in the folder $FAKE_KUBECTL: a file for each object, and for each pod its log and its process. The claim
-is a folder. Some contexts have a fault, by their names.
+What there is, is in the folder $FAKE_KUBECTL: a file for each object, and each pod's log. The claim is a folder. Some
+contexts have a fault, by their names.
 """
 
 from __future__ import annotations
@@ -245,9 +245,7 @@ class Cluster:
                 pods = [pod for pod in self.of({"Pod"}) if self.role(pod) == item["metadata"]["labels"][COMPONENT]]
                 codes = [_code(pod) for pod in pods]
                 ends = {"Failed": any(codes), "Complete": bool(codes) and all(code == 0 for code in codes)}
-                conditions = [
-                    {"type": name, "status": "True", "message": "said"} for name, is_so in ends.items() if is_so
-                ]
+                conditions = [{"type": name, "status": "True"} for name, is_so in ends.items() if is_so]
                 item["status"] = {"conditions": conditions}
             yield item
 

@@ -1,10 +1,11 @@
-"""`rolecall run --on kubernetes`: the objects, what is read of a run, and a run with a `kubectl` whose pods are processes
-on this machine."""
+"""`rolecall run --on kubernetes`: the objects, what is read of a run, and runs with a `kubectl` whose pods are
+processes on this machine."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -33,18 +34,19 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "rolecall"]
 JOB = """
 import time
-from rolecall import Context, Job, Role, Settings, Secret
+from rolecall import Context, Job, Role, Settings
+from pydantic import SecretStr
 class Steps(Settings):
     steps: int = 100000
     helpers: int = 1
-    password: Secret = Secret("")
+    password: SecretStr = SecretStr("")
 def lead(context: Context[Steps]) -> dict[str, int]:
     context.restore({})
     for _ in context.steps(context.settings.steps):
         if context.settings.steps == 7:
             raise ValueError("seven")
         time.sleep(0.02)
-    return {"letters": len(context.settings.password)}
+    return {"letters": len(context.settings.password.get_secret_value())}
 def follow(context: Context[Steps]) -> None:
     print("a helper is here", flush=True)
 JOB = Job([Role("lead", lead), Role("helper", follow, count="helpers", minimum=1)], settings=Steps)
@@ -67,9 +69,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder / "here"
         cluster = fake_kubectl.Cluster()
         cluster.main(["delete", "jobs"])
-        until(
-            lambda: not [each for each in psutil.process_iter(["cwd"]) if str(folder) in (each.info["cwd"] or "")[:-5]]
-        )
+        until(lambda: not [each for each in psutil.process_iter(["cwd"]) if is_below(each, folder)])
+
+
+def is_below(process: psutil.Process, folder: Path) -> bool:
+    return process.pid != os.getpid() and str(process.info["cwd"]).startswith(f"{folder}/")
 
 
 def until(is_so: Callable[[], object]) -> None:
@@ -116,14 +120,8 @@ def test_the_objects_are_the_shipped_ones(is_set: bool) -> None:
         rendered.pop(name)
         expected.pop(name, None)
     if is_set:
-        for part in expected["JobSet rl"]["replicatedJobs"]:
+        for part in [*expected["JobSet rl"]["replicatedJobs"], *rendered["JobSet rl"]["replicatedJobs"]]:
             part["template"].pop("metadata", None)
-        expected["JobSet rl"]["replicatedJobs"] = [
-            {**part, "template": {"metadata": {}, **part["template"]}}
-            for part in expected["JobSet rl"]["replicatedJobs"]
-        ]
-        for part in rendered["JobSet rl"]["replicatedJobs"]:
-            part["template"].setdefault("metadata", {})
     assert rendered == expected
 
 
@@ -199,7 +197,7 @@ def dead(code: int, message: str = "", reason: str = "Error") -> dict[str, Any]:
         ([job("agent", "Complete")], (0, "")),
         ([job("agent", "Failed"), pod("agent", terminated=dead(3, "the job failed: E: x\nmore"))],
          (FAILED, "rl-agent-0-1: the job failed: E: x")),
-        ([job("agent", "Failed"), pod("agent", terminated=dead(2, "a log\nits end"))], (USAGE, "rl-agent-0-1: its end")),
+        ([job("agent", "Failed"), pod("agent", terminated=dead(2, "log\nits end"))], (USAGE, "rl-agent-0-1: its end")),
         ([job("agent", "Failed", said="failed with exit code 3 matching")], (3, "failed with exit code 3 matching")),
         ([job("agent"), job("observer", "Failed"), pod("observer", terminated=dead(3))], (None, "")),
         ([job("agent"), job("observer", "Failed"), pod("observer", terminated=dead(2, "rolecall: X=1: is wrong"))],
@@ -286,7 +284,7 @@ def has_steps() -> bool:
 def test_a_run_that_is_stopped_resumes_and_its_result_is_here(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASSWORD", "very-secret")
     process = run()
-    until(has_steps)
+    until(lambda: has_steps() or process.poll() is not None)
     listed = ask("ps", "mine")
     assert "lead_0" in listed
     assert "@node1" in listed
@@ -316,7 +314,7 @@ def test_a_run_that_is_stopped_resumes_and_its_result_is_here(here: Path, monkey
 
 def test_a_run_whose_follower_was_killed_is_found_and_a_job_that_raises_is_shown(here: Path) -> None:
     process = run()
-    until(has_steps)
+    until(lambda: has_steps() or process.poll() is not None)
     process.kill()
     ended(process)
     again = run()

@@ -29,6 +29,8 @@ from rolecall.tunnel import keys
 
 TOKEN, TOKEN_KEY = "job-token", "JOB_TOKEN"  # a file in the run's directory; a key of the Secret
 JOBSETS = "jobsets.jobset.x-k8s.io"
+# the server refuses what is wrong; kubectl would ask it for all schemas first
+APPLY = ("apply", "--server-side", "--force-conflicts", "--validate=false", "--filename=-")
 GOES_SECONDS = 180.0  # for an earlier run's objects to go: pods have a minute to end
 READER_SECONDS = 120  # for a pod to start that reads the claim
 POLL_SECONDS = 0.3
@@ -116,9 +118,7 @@ class Kubernetes:
         items = [self._run.secret(secrets), *self._run.objects(self._is_set)]
         listed = {"apiVersion": "v1", "kind": "List", "items": [item for item in items if item["kind"] != kept]}
         try:
-            await self._kubectl.run(
-                "apply", "--server-side", "--force-conflicts", "--filename=-", given=json.dumps(listed)
-            )
+            await self._kubectl.run(*APPLY, given=json.dumps(listed))
         except UsageError:
             with contextlib.suppress(UsageError):  # the first error says what is wrong
                 await self.delete(keeps_state=self._has_claim)
@@ -336,7 +336,7 @@ class Kubernetes:
         remove = ("delete", "pod", name, "--ignore-not-found", "--grace-period=0", "--force")
         await self._kubectl.run(*remove)
         try:
-            await self._kubectl.run("create", "--filename=-", given=json.dumps(reader))
+            await self._kubectl.run(*APPLY, given=json.dumps(reader))
             wait = ("wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={READER_SECONDS}s")
             await self._kubectl.run(*wait, seconds=READER_SECONDS + kubectl.COMMAND_SECONDS)
             await self._copy(name)

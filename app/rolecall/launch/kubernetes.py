@@ -361,6 +361,7 @@ class Kubernetes:
         """See `Cluster`. A claim that no rank has written to is not kept."""
         keeps_state = keeps_state and (self._has_begun or self._has_claim)
         await self._delete(keeps_state, ["--wait=false"])
+        (self._directory / TOKEN).unlink(missing_ok=True)
         return f"the claim {self._run.claim} keeps its state, which the same --name resumes" if keeps_state else ""
 
     async def close(self) -> None:

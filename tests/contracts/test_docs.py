@@ -19,6 +19,7 @@ from rolecall import placement, telemetry
 from rolecall.__main__ import COMMANDS, argument_parser
 from rolecall.config import Settings
 from rolecall.declare import registry
+from rolecall.declare.flags import FLAGS_OF
 from rolecall.torch_rpc import adopt
 from tests.contracts.test_architecture import the_source
 from tools import snippets, tables
@@ -90,7 +91,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 def test_flags_in_the_pages_exist(name: str) -> None:
     for target, rest in re.findall(r"^\$? *rolecall run ([^\s-]\S*)([^#\n]*)", PAGES[name], re.MULTILINE):
         flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", rest.partition(" -- ")[0])}
-        assert flags <= {*fields_of(target), "plain", "in_process", "hosts", "role", "python", "name", "detach"}, rest
+        assert flags <= {*fields_of(target), "plain", "in_process", "hosts", "on", *FLAGS_OF, "name", "detach"}, rest
 
 
 def fields_of(target: str) -> dict[str, Any]:

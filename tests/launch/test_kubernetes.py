@@ -288,8 +288,6 @@ def test_a_run_that_is_stopped_resumes_and_its_result_is_here(here: Path, monkey
     listed = ask("ps", "mine")
     assert "lead_0" in listed
     assert "@node1" in listed
-    assert "helper=2" not in ask("scale", "mine", "helper=2")
-    assert "deleted the pod" in ask("kill", "mine", "helper-0", "--part", "pod")
     assert "history" in ask("fetch", "mine", "--to", "copy")
     token = Path("runs/mine/job-token")
     assert token.stat().st_mode & 0o777 == 0o600
@@ -319,6 +317,8 @@ def test_a_run_whose_follower_was_killed_is_found_and_a_job_that_raises_is_shown
     ended(process)
     again = run()
     until(lambda: "lead_0" in ask("ps", "mine"))
+    assert "deleted the pod" in ask("kill", "mine", "helper-0", "--part", "pod")
+    assert "helper gets 2 pods" in ask("scale", "mine", "helper=2")
     ask("stop", "mine", "--now")
     printed = ended(again)
     assert again.returncode == INTERRUPTED, printed

@@ -36,6 +36,7 @@ READER_SECONDS = 120  # for a pod to start that reads the claim
 POLL_SECONDS = 0.3
 MOST_LINE = 2**20  # bytes of a line without an end
 ACT_SECONDS = 8.0  # for a command whose answer a user waits for
+AT_ONCE = ("--grace-period=0", "--force", "--wait=false")  # for `kubectl delete`
 PART = "pod"  # what else can be killed of a rank
 NONE = "none-killed"
 
@@ -280,7 +281,7 @@ class Kubernetes:
         replaces it."""
         pod = self._pod(role, ordinal)
         if part == PART:
-            await self._kubectl.run("delete", "pod", pod.name, "--grace-period=0", "--force", "--wait=false")
+            await self._kubectl.run("delete", "pod", pod.name, *AT_ONCE)
             return f"killed {name_of(pod.key)}: deleted the pod {pod.name}; another one replaces it"
         script = f'python -P -m rolecall.launch.in_pod "$1" || echo {NONE}'
         words = ("exec", pod.name, f"--container={pods.CONTAINER}", "--", "sh", "-c", script, "rolecall", part)
@@ -306,9 +307,8 @@ class Kubernetes:
         """See `Cluster`: Jobs that are suspended end their pods as an eviction does, and replace none."""
         kind = JOBSETS if self._is_set else "jobs"
         if now:
-            words = ["--grace-period=0", "--force", "--wait=false", "--cascade=background"]
             kinds = "jobs,pods" + f",{JOBSETS}" * self._has_sets
-            await self._kubectl.run("delete", kinds, self._selector, "--ignore-not-found", *words)
+            await self._kubectl.run("delete", kinds, self._selector, "--ignore-not-found", *AT_ONCE)
             return
         await self._kubectl.run("annotate", kind, self._selector, "--overwrite", f"{pods.ENDED}=true")
         names = [item["metadata"]["name"] for item in self._seen.of("JobSet" if self._is_set else "Job")]

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -93,7 +94,7 @@ class Kubernetes:
         for item in before.items:
             job = item["metadata"].get("annotations", {}).get(pods.JOB, self._job.name)
             if job != self._job.name:
-                raise UsageError(f"--name {name}: is a run of {job} on this cluster; name another one")
+                raise UsageError(f"--name {name}: is a run of the job {job} on this cluster; name another one")
         (self._port,) = here.reserve(1, here.PORTS)
         is_over = before.end()[0] is not None or before.was_ended
         self._has_claim = bool(before.of("PersistentVolumeClaim"))
@@ -206,7 +207,8 @@ class Kubernetes:
         selected = "--field-selector=involvedObject.kind=Job,reason=FailedCreate"
         events = json.loads(await self._kubectl.run("get", "events", selected, "--output=json"))["items"]
         said = [event["message"] for event in events if event["involvedObject"]["name"] in jobs]
-        return f"{', '.join(jobs)}: no pods ({said[-1].partition(': ')[2]})" if said else ""
+        why = re.sub(r'^.*?pods "[^"]*" is ', "", said[-1]) if said else ""  # without a random name
+        return f"{', '.join(jobs)}: no pods ({why})" if why else ""
 
     async def _forward(self, rank0: Pod) -> None:
         """Has a port of this machine's loopback lead to rank 0's page, also after its pod was replaced."""

@@ -181,8 +181,9 @@ class Cluster:
             if labels_of(each).get(INDEX) == "0" and "persistentVolumeClaim" in json.dumps(each["spec"]["volumes"])
         ][-1:]  # fmt: skip
         secret = self.read("Secret", instance)["stringData"]
-        job = self.folder / f"{name}.job"
+        job, secrets = self.folder / f"{name}.job", self.folder / f"{name}.secrets"
         job.mkdir()
+        secrets.mkdir()
         for volume in pod["spec"]["volumes"]:
             if volume["name"] == "job":
                 data = self.read("ConfigMap", volume["configMap"]["name"])["data"]
@@ -190,11 +191,12 @@ class Cluster:
                     (job / each["path"]).parent.mkdir(parents=True, exist_ok=True)
                     (job / each["path"]).write_text(data[each["key"]])
         for key, value in secret.items():
-            (job / f".{key}").write_text(value)
+            (secrets / key).write_text(value)
         variables = {
             **self.read("ConfigMap", instance)["data"],
             **{each["name"]: each["value"] for each in container["env"] if "value" in each},
-            "JOB_TOKEN_FILE": str(job / ".JOB_TOKEN"),
+            "JOB_TOKEN_FILE": str(secrets / "JOB_TOKEN"),
+            "ROLECALL_SECRETS": str(secrets),
             "MASTER_ADDR": "127.0.0.1",
             "BIND_ADDR": "127.0.0.1",
             "MASTER_PORT": str(rank0["ports"][0]),
@@ -229,7 +231,7 @@ class Cluster:
             self.path("Pod", name).unlink()
             return 0
         lines = (self.folder / f"{name}.log").read_text().splitlines()
-        message = "\n".join(line.partition(" ")[2] for line in lines[-20:])
+        message = "\n".join([f"the job failed: {line}" for line in lines if "Error: " in line][-1:])  # as a rank has it
         ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": _now(), "message": message}
         pod["status"] = {
             "phase": "Failed" if code else "Succeeded",

@@ -305,7 +305,7 @@ def test_a_run_that_is_stopped_resumes_and_its_result_is_here(here: Path, monkey
     assert "resumed" in printed
     summary = rundir.read_summary(Path("runs/mine"))
     assert summary
-    assert summary["result"] == {"letters": len("very-secret")}
+    assert summary["result"]["letters"] == len("very-secret")
     assert Path("runs/mine/page.html").exists()
     assert not [*fake_kubectl.Cluster().objects.glob("[A-Z]*")]
 

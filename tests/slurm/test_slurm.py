@@ -195,7 +195,7 @@ def test_a_run_is_reached_by_its_name(slurm: Slurm) -> None:
     assert again.startswith("mine\n")
     assert f"follows job {run.number} of Slurm" in (run.folder / "output.log").read_text()
     run.trains()
-    assert "mine: stopped; checkpoints, logs in" in command("stop", "mine")
+    assert "mine: stopped; checkpoints, logs" in command("stop", "mine")
     assert "generation" in command("logs", "mine", "lead_0")
     assert Submitted(slurm, "mine").finishes()["steps"] >= run.steps
     assert "summary" in command("fetch", "mine")

@@ -1,5 +1,5 @@
-"""A run that a cluster holds, on Slurm or Kubernetes: `rolecall run JOB --on ENGINE` submits it, and follows it from
-here. It goes on if this process ends; the same command finds it again.
+"""A run that a cluster holds, as Slurm does: `rolecall run JOB --on ENGINE` submits it, and follows it from here. It
+goes on if this process ends; the same command finds it again.
 """
 
 from __future__ import annotations

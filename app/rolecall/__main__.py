@@ -21,6 +21,7 @@ try:
     from rolecall.declare import describe, flags, loader, registry, sources
     from rolecall.declare.spec import Job
     from rolecall.errors import CRASHED, USAGE, RankError, UsageError
+    from rolecall.record import rundir
 except KeyboardInterrupt:  # they take a moment
     raise SystemExit(130) from None
 
@@ -49,17 +50,19 @@ COMMANDS = {
         "rolecall.observe.trace.command", "what all ranks do and wait for, as one file for Perfetto, or as a table"
     ),
     "stacks": Command("rolecall.observe.stacks.command", "the stacks of all ranks, and who waits for whom"),
+    "logs": Command("rolecall.launch.logs", "what the ranks of a run have written"),
+    "fetch": Command("rolecall.launch.fetch", "where a run's summary, history and checkpoint are, or a copy of them"),
+    "stop": Command("rolecall.launch.commands", "drain a local run, or end it at once", "stop", "stop_parser"),
     "debug": Command(
         "rolecall.launch.debugger", "attach the terminal to a rank of a local run: pdb, where it is stopped"
     ),
-    "ps": Command("rolecall.launch.commands", "the processes of a local run", "ps", "ps_parser"),
+    "ps": Command("rolecall.launch.commands", "the processes of a local run, or all such runs", "ps", "ps_parser"),
     "kill": Command(
         "rolecall.launch.commands",
         "kill a rank of a local run, or a part of it, which is started again",
         "kill",
         "kill_parser",
     ),
-    "launch": Command("rolecall.launch.slurm", "submit a job to a cluster's scheduler: Slurm"),
     "scale": Command(
         "rolecall.launch.commands",
         "change how many ranks an elastic role of a local run has",
@@ -75,7 +78,10 @@ RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
 `rolecall run JOB --help` lists its settings, each of which is a flag. A torch RPC program that has no job runs by
 `rolecall run FILE.py:FUNCTION --ranks N`, or as __main__ by `rolecall run FILE.py --ranks N -- ARGUMENTS`, in which
-{{rank}} and {{world_size}} are replaced."""
+{{rank}} and {{world_size}} are replaced.
+
+`--name NAME` names the run for `rolecall watch`, `logs`, `ps`, `scale`, `kill`, `stacks`, `stop` and `fetch`; with
+`--detach` it goes on when this command has ended."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,7 +117,7 @@ def main_of(job: Job) -> int:  # noqa: RET503 the last call does not return
     words = sys.argv[1:]
     try:
         words = ["run", registry.target_of(job), *words]
-        if flags.take_host_options(_split(words[2:])[0])[0].in_process:
+        if flags.take_options(_split(words[2:])[0])[0].in_process:
             return main(words)
     except UsageError as error:
         return _failed(error, USAGE)
@@ -148,10 +154,11 @@ def argument_parser() -> argparse.ArgumentParser:
     """The parser of the command line; the arguments of `run` and of COMMANDS have their own."""
     parser = argparse.ArgumentParser(prog="rolecall", description=__doc__)
     parser.add_argument("--version", action="version", version=f"rolecall {config.__version__}")
-    parser.set_defaults(handler=_rank, tied=0, restarts=0)
+    parser.set_defaults(handler=_rank, tied=0, tied_to_input=False, restarts=0)
     commands = parser.add_subparsers(metavar="COMMAND")
     rank = commands.add_parser("rank", help="run the rank that the environment names (the default)")
     rank.add_argument("--tied", type=int, default=0, metavar="PID", help="end with this parent process")
+    rank.add_argument("--tied-to-input", action="store_true", help="end at the end of standard input")
     rank.add_argument("--restarts", type=int, default=0, metavar="N", help="restart it N times in a row at most")
     rank.set_defaults(handler=_rank)
     jobs = "\n".join(f"  {name:<8} {registry.get(name).summary}" for name in registry.JOBS)
@@ -159,7 +166,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "run",
         help="run every rank of a job as a process on this machine",
         description=RUN.format(jobs=jobs),
-        usage="rolecall run JOB [--plain] [--in-process] [--hosts HOST,...] [--SETTING VALUE]...",
+        usage="rolecall run JOB [--on ENGINE] [--name NAME] [--detach] [--in-process] [--plain] [--SETTING VALUE]...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("job", metavar="JOB", help=TARGET)
@@ -175,7 +182,7 @@ def argument_parser() -> argparse.ArgumentParser:
     watch.add_argument(
         "target",
         metavar="TARGET",
-        help="a port, host:port or URL of rank 0's METRICS_PORT, or the folder of `rolecall run`",
+        help=f"{rundir.A_RUN}; or a port, host:port or URL of rank 0's METRICS_PORT",
     )
     watch.add_argument("--plain", action="store_true", help="lines instead of the live display")
     watch.add_argument("--once", action="store_true", help="display the ranks once, and end")
@@ -190,7 +197,7 @@ def argument_parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=command.summary)  # whose arguments are not parsed here
     resume = commands.add_parser("resume", help="let a job that has failed for good train on at its next start")
     resume.add_argument(
-        "directory", nargs="?", type=Path, metavar="DIRECTORY", help="its CHECKPOINT_DIR (default: of the environment)"
+        "run", nargs="?", metavar="RUN", help=f"{rundir.A_RUN} (default: CHECKPOINT_DIR of the environment)"
     )
     resume.set_defaults(handler=_resume)
     create = commands.add_parser(
@@ -224,6 +231,9 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     from rolecall.rank import fork_server, guard, zygote
 
     secret.forbid_core_dumps()
+    tied = os.dup(0) if arguments.tied_to_input else 0
+    if tied:  # the rank's other processes read nothing
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     source = {} if config.exported(config.SOURCES) else registry.sources_of(config.job_name())
     with sources.passed_on(source):
         job, settings = describe.of_rank(config.job_name()), config.load(Settings)
@@ -252,7 +262,8 @@ def _run_rank(arguments: argparse.Namespace) -> int:
         fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))  # imports torch meanwhile
         from rolecall.rank import start
 
-        return start.run(job, settings, identity, arguments.tied, parent)
+        run = arguments.tied or int(arguments.tied_to_input)
+        return start.run(job, settings, identity, run, parent, tied=tied)
 
 
 def _run(target: str, words: Sequence[str]) -> int:
@@ -261,16 +272,30 @@ def _run(target: str, words: Sequence[str]) -> int:
 
     secret.forbid_core_dumps()
     given, values = _split(words)
-    options, given = flags.take_host_options(given)
+    directory, is_detached, others = flags.take_name(given)
+    options, given = flags.take_options(others)
     if options.tied:
         descendants.exit_with(options.tied)
+    if is_detached and not {"-h", "--help"} & set(given):
+        from rolecall.launch import detached
+
+        if options.in_process:
+            raise UsageError("--detach: commands reach no run in one process; leave --in-process out")
+        return detached.run(target, directory, [*others, *values])
+    if directory:
+        given.append(f"--checkpoint-dir={directory}")
     target, words = registry.program(target, [*given, *values])
     registry.require_target(target)
-    if options.hosts and not {"-h", "--help"} & set(given):
-        from rolecall.launch import hosts, on_hosts
+    if options.is_submitted and not {"-h", "--help"} & set(given):
+        from rolecall.launch import clusters
 
         with sources.passed_on(registry.sources_of(target)):
-            return on_hosts.run(target, words, hosts.placement(options))
+            return clusters.run(target, words, options)
+    if options.engine != flags.LOCAL and not {"-h", "--help"} & set(given):
+        from rolecall.launch import on_hosts
+
+        with sources.passed_on(registry.sources_of(target)):
+            return on_hosts.run(target, words, options)
     if options.in_process:
         from rolecall.launch import in_process
 
@@ -292,9 +317,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from rolecall.record import rundir
-
-    directory = arguments.directory or config.load(Settings).checkpoint_dir
+    directory = rundir.find(arguments.run) if arguments.run else config.load(Settings).checkpoint_dir
     if not directory.is_dir():
         raise UsageError(f"{directory}: there is no such folder; name the CHECKPOINT_DIR of rank 0")
     failed = rundir.read_failed(directory)

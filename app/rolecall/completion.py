@@ -13,7 +13,7 @@ import shtab
 
 from rolecall.declare import flags, registry
 
-FILES = ("run", "target", "directory")  # arguments that may be a file or a folder
+FILES = ("run", "target")  # arguments that may be a file or a folder
 FISH_FILES = "\ncomplete -c rolecall -n '_shtab_rolecall_using run' -F\n"
 
 

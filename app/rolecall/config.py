@@ -31,6 +31,7 @@ __version__ = "1.0.0rc1"
 DESCRIPTION = "ROLECALL_DESCRIPTION"  # of a user's job, which `rolecall run` passes to its ranks
 SOURCES = "ROLECALL_SOURCES"  # a file: see declare/sources.py
 REASONS = "ROLECALL_REASONS"  # a file, to which processes of a run append why they end, for who has started it
+SECRETS = "ROLECALL_SECRETS"  # a folder with a file for each secret setting, called as its field
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
@@ -271,7 +272,7 @@ def load(cls: type[S], **overrides: Any) -> S:
     Raises UsageError, whose text names every wrong variable with its value and what is expected.
     """
     try:
-        return cls(**{**_placed(), **overrides})
+        return cls(**{"_secrets_dir": os.environ.get(SECRETS), **_placed(), **overrides})
     except ValidationError as error:
         raise UsageError("wrong settings: " + "; ".join(problems(cls, error))) from None
     except SettingsError as error:  # a list or a table that is not JSON

@@ -106,8 +106,8 @@ def test_a_users_job_is_described_by_a_process_of_its_own(tmp_path: Path) -> Non
     assert "pi" not in set(sys.modules) - before
     assert (job.name, job.target, job.summary) == ("pi", f"{tmp_path}/pi.py", "estimates pi")
     assert job.roles == (RoleSpec("lead", 1, 1, 1, False), RoleSpec("sampler", 5, 1, 1024, True))
-    assert job.gpus == {"lead": 1, "sampler": 0}
-    assert describe.describe("pi.py", ["--device", "cpu"]).gpus == {"lead": 0, "sampler": 0}
+    assert {role: needs.gpus for role, needs in job.needs.items()} == {"lead": 1, "sampler": 0}
+    assert {needs.gpus for needs in describe.describe("pi.py", ["--device", "cpu"]).needs.values()} == {0}
     assert (job.preload("lead"), job.preload("sampler"), job.preload("")) == ((), ("colorsys",), ("colorsys",))
     assert (job.score, job.unit, job.lower) == ("pi", "points", True)
     assert describe.of_rank("pi.py") == describe.describe("pi.py")  # a rank of an engine asks too
@@ -162,7 +162,7 @@ def test_help_is_the_jobs(asked: Asked, capfd: pytest.CaptureFixture[str]) -> No
     assert ended.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
     assert (
-        "usage: rolecall run pi.py [--plain] [--in-process] [--hosts HOST,...] [--SETTING VALUE]... estimates pi"
+        "usage: rolecall run pi.py [--on ENGINE] [--name NAME] [--detach] [--in-process] [--plain] [--SETTING VALUE]..."
         in text
     )
     assert "settings of pi.py: --samplers int members that sample" in text

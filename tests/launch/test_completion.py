@@ -43,6 +43,7 @@ def write(folder: Path) -> None:
         (("run", "ps", "--update-m"), {"--update-mode"}),
         (("config", "hy"), {"hybrid"}),
         (("trace", "--sum"), {"--summary"}),
+        (("logs", "--f"), {"--follow"}),
         (("export", "rl", "--form"), {"--format"}),
         (("completion", ""), set(SHELLS)),
         (("eval", "my_j"), {"my_job.py"}),

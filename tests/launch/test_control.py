@@ -1,4 +1,4 @@
-"""The control socket of `rolecall run`, and the commands `ps`, `kill` and `scale`."""
+"""The control socket of `rolecall run`, and the commands `ps`, `kill`, `scale` and `stop`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rolecall import __main__
-from rolecall.errors import USAGE, UsageError
+from rolecall.errors import CRASHED, USAGE, UsageError
 from rolecall.launch import control
 from rolecall.launch.control import Control
 from rolecall.launch.here import LocalProcess
@@ -26,6 +26,7 @@ from rolecall.messages.control import ListedRank
 from rolecall.messages.hosts import Killed
 from rolecall.observe import targets
 from rolecall.observe.targets import Address
+from rolecall.record import rundir
 
 MAIN = threading.main_thread()  # the loop that serves runs in it
 CHILD = """
@@ -48,10 +49,11 @@ class Run:
     def __init__(self, folder: Path, rank: ListedRank) -> None:
         self.folder, self.rank = folder, rank
         self.scaled: list[tuple[str, int]] = []
+        self.ends_with: int | None = 130  # None: it does not end
         (folder / "logs").mkdir()
         targets.publish(folder, [Address(rank.name, "http://127.0.0.1:7/metrics")], "", str(folder / "control"))
 
-    def scale(self, role: str, count: int) -> str:
+    async def scale(self, role: str, count: int) -> str:
         if role != "observer":
             raise UsageError(f"{role}: is no elastic role")
         self.scaled.append((role, count))
@@ -60,9 +62,15 @@ class Run:
     async def kill(self, role: str, ordinal: int, part: str) -> str:
         return f"killed {role}_{ordinal} {part!r}"
 
+    def stop(self, now: bool) -> float:
+        if self.ends_with is None:
+            return 0.0
+        targets.conclude(self.folder, self.ends_with, f"ended, {now=}")
+        return 30.0
+
     def command(self, name: str, *words: str) -> int:
         async def serve() -> int:
-            served = Control(self.folder / "control", lambda: [self.rank], self.scale, self.kill)
+            served = Control(self.folder / "control", lambda: [self.rank], self.scale, self.kill, self.stop)
             async with await served.start():
                 return await asyncio.to_thread(__main__.main, [name, str(self.folder), *words])
 
@@ -163,7 +171,49 @@ def test_scale(start: Callable[[int], Run], capsys: pytest.CaptureFixture[str]) 
     assert run.scaled == [("observer", 3)]
 
 
-@pytest.mark.parametrize("command", [("ps",), ("kill", "observer_1"), ("scale", "observer=3")])
+@pytest.mark.parametrize(("words", "ends_with", "code"), [((), 130, 0), (("--now",), 0, 0), ((), 3, 3)])
+def test_stop_says_how_the_run_has_ended(
+    start: Callable[[int], Run],
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    ends_with: int,
+    code: int,
+) -> None:
+    run = start(os.getpid())
+    run.ends_with = ends_with
+    assert run.command("stop", *words) == code
+    line = f"rolecall: {run.folder}: ended, now={bool(words)}\n"
+    assert capsys.readouterr().out == line
+    assert run.command("stop") == code  # it is over
+    assert capsys.readouterr().out == line
+
+
+def test_a_run_that_does_not_end_in_time_is_one_line(
+    start: Callable[[int], Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = start(os.getpid())
+    run.ends_with = None
+    assert run.command("stop") == CRASHED
+    assert f"`rolecall stop {run.folder} --now`" in capsys.readouterr().err
+
+
+def test_the_runs_below_runs_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "over", "none"):
+        (rundir.RUNS / name / "logs").mkdir(parents=True)
+    for name in ("mine", "over"):
+        addresses = [Address("agent_0", "http://127.0.0.1:7/metrics")]
+        targets.publish(rundir.RUNS / name, addresses, about=targets.About("rl", "hosts:a,b"))
+    targets.conclude(rundir.RUNS / "over", 0, "finished")
+    assert __main__.main(["ps"]) == 0
+    (row,) = capsys.readouterr().out.splitlines()[1:]
+    assert row.split()[:3] == ["mine", "rl", "hosts:a,b"]
+    assert row.endswith("http://127.0.0.1:7/")
+
+
+@pytest.mark.parametrize("command", [("ps",), ("kill", "observer_1"), ("scale", "observer=3"), ("stop",)])
 def test_without_a_run_it_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:

@@ -47,7 +47,7 @@ def short_path() -> Iterator[Path]:
 
 
 def placed(*words: str) -> hosts.Placement:
-    return hosts.placement(flags.take_host_options(words)[0])
+    return hosts.placement(flags.take_options(words)[0])
 
 
 def test_hosts_are_a_list_or_a_file(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_hosts_are_a_list_or_a_file(tmp_path: Path) -> None:
 
 
 def test_other_arguments_are_left_to_the_job() -> None:
-    options, others = flags.take_host_options(["--observers", "3", "--hosts", "a,b", "--plain", "--seed=2"])
+    options, others = flags.take_options(["--observers", "3", "--hosts", "a,b", "--plain", "--seed=2"])
     assert (options.hosts, others) == ("a,b", ["--observers", "3", "--plain", "--seed=2"])
 
 
@@ -296,5 +296,11 @@ def test_a_run_on_hosts_survives_one_and_leaves_nothing_behind(short_path: Path)
     assert "worker_0: lost with b, starts again when that is back" in shown
     assert shown.splitlines()[-1] == "rolecall: finished; logs in kept; checkpoints and report in a:kept"
     assert (kept / "DONE").exists()
+    fetched = subprocess.run(
+        [*command, "fetch", "kept", "--to", "copy"], cwd=here, env=environment, capture_output=True, text=True
+    )
+    assert fetched.returncode == 0, fetched.stderr
+    assert (here / "copy" / "summary.json").read_bytes() == (kept / "summary.json").read_bytes()
+    assert [*(here / "copy").glob("checkpoint-*.pt")]
     for place in (here, short_path / "a", short_path / "b"):
         assert not [*(place / "tmp").iterdir()], place

@@ -34,6 +34,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"workers": "many"}, r"^wrong settings: WORKERS='many'"),
     ({"workers": 0}, r"^wrong settings: WORKERS=0"),
     ({"role": "lead"}, r"^role=: "),
+    ({"name": "a/b"}, r"^--name 'a/b': must be "),
+    ({"name": "a", "checkpoint_dir": "b"}, r"^--name a: is the folder runs/a; "),
 ]
 
 
@@ -67,8 +69,9 @@ def test_wrong_settings_are_refused_before_anything_starts(
 
 
 def test_results_in_one_process() -> None:
-    assert rolecall.run(JOB, in_process=True)["total"] == 8
+    assert rolecall.run(JOB, in_process=True, name="mine")["total"] == 8
     assert rolecall.run(Job(JOB.roles, settings=Workers), in_process=True)["total"] == 8  # which no variable holds
+    assert Path("runs/mine/summary.json").exists()
     assert len([*Path("runs").iterdir()]) == 2  # a directory each
 
 

@@ -73,13 +73,32 @@ def test_invalid_target_is_refused(text: str) -> None:
         parse(text)
 
 
-def test_a_folder_whose_run_lives(tmp_path: Path) -> None:
+def test_a_folder_whose_run_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "logs").mkdir()
     ranks = [Address("agent_0", "http://127.0.0.1:7/metrics"), Address("observer_0", "http://127.0.0.1:8/metrics")]
-    assert targets.publish(tmp_path, ranks)
+    targets.publish(tmp_path, ranks[:1])
+    targets.publish(tmp_path, ranks)  # one was added
     assert parse(str(tmp_path)) == Target(str(tmp_path), "http://127.0.0.1:7", tmp_path)
-    assert not targets.publish(tmp_path, ranks[:1])  # another one is there
+    with monkeypatch.context() as other:
+        other.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(UsageError, match="is in use"):
+            targets.publish(tmp_path, ranks[:1])
     assert targets.ranks_of(tmp_path) == ranks
+    targets.conclude(tmp_path, 3, "failed")
+    assert targets.run_in(tmp_path) is None
+    last = targets.last_run(tmp_path)
+    assert last is not None
+    assert (last.code, last.end) == (3, "failed")
+    targets.publish(tmp_path, ranks)
+    assert targets.ranks_of(tmp_path) == ranks
+
+
+def test_a_name_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (Path("runs") / "mine" / "logs").mkdir(parents=True)
+    targets.publish(Path("runs/mine"), [Address("agent_0", "http://127.0.0.1:7/metrics")])
+    assert parse("mine") == Target("mine", "http://127.0.0.1:7", Path("runs/mine"))
+    assert parse("other") == Target("other", "http://other:8000")  # a host
 
 
 def test_a_folder_whose_run_is_over(tmp_path: Path) -> None:

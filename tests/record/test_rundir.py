@@ -25,6 +25,35 @@ ROOT = Path(__file__).resolve().parents[2]
 FAILSAFE = 120.0
 
 
+# ---- names
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".a", "-a", "8000", "a b", "a\n", "x" * 64])
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=r"^--name '[^\n]*$"):
+        rundir.named(name, False)
+
+
+def test_a_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert rundir.named("a-1.b", False) == Path("runs/a-1.b")
+    with pytest.raises(UsageError, match="leave CHECKPOINT_DIR out"):
+        rundir.named("a", True)
+    monkeypatch.setenv("CHECKPOINT_DIR", "kept")
+    with pytest.raises(UsageError, match="leave CHECKPOINT_DIR out"):
+        rundir.named("a", False)
+
+
+def test_a_run_is_named_by_its_folder_or_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/a", "runs/b", "b", "runs/c", "c/logs"):
+        Path(folder).mkdir(parents=True)
+    for run, folder in {"a": "runs/a", "b": "runs/b", "c": "c", "none": "none", "./b": "b", "runs/a": "runs/a"}.items():
+        assert rundir.find(run) == Path(folder), run
+    for run in ("", ".", "..", "x" * 300, str(tmp_path)):
+        assert rundir.find(run) == Path(run), run
+
+
 # ---- generation.json
 
 

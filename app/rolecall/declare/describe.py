@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from rolecall import config, fields
 from rolecall.config import Settings, __version__
 from rolecall.declare import flags, preflight, registry, sources
-from rolecall.declare.spec import Job
+from rolecall.declare.spec import Job, Role
 from rolecall.errors import USAGE, UsageError
 from rolecall.gang.protocol import RoleSpec, SharedSettings
 
@@ -35,6 +35,15 @@ def _brief(value: Any) -> Any:
     """`value`, or of a long one its beginning and a digest."""
     text = json.dumps(value, sort_keys=True)
     return value if len(text) <= MOST_VALUE else f"{text[: MOST_VALUE // 4]}... ({digest(value)})"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What each member of a role is given, as `Role` has it; None is the engine's default."""
+
+    gpus: int | None = None
+    cpus: float | None = None
+    memory_mb: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Description:
     version: str
     summary: str
     roles: tuple[RoleSpec, ...]
-    gpus: dict[str, int | None]
+    needs: dict[str, Needs]
     preloads: dict[str, tuple[str, ...]]
     score: str
     unit: str
@@ -129,7 +138,7 @@ def of_job(
         version=version,
         summary=job.summary,
         roles=roles,
-        gpus={role.name: role.gpus and role.gpus * (settings.device != "cpu") for role in job.roles},
+        needs={role.name: _needs(role, settings) for role in job.roles},
         preloads={role.name: tuple(role.preload) for role in job.roles},
         score=job.score,
         unit=job.unit,
@@ -141,6 +150,10 @@ def of_job(
         flags=given.variables if given else {},
         plain=given is not None and given.plain,
     )
+
+
+def _needs(role: Role, settings: Settings) -> Needs:
+    return Needs(role.gpus and role.gpus * (settings.device != "cpu"), role.cpus, role.memory_mb)
 
 
 def _agreed(job: Job) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from rolecall.declare import registry
 from rolecall.declare.spec import Job
 from rolecall.errors import UsageError, did_you_mean
 from rolecall.fields import is_secret
+from rolecall.record import rundir
 
 # secrets, and what `rolecall run` decides for each rank
 NO_FLAG = (
@@ -43,45 +44,121 @@ class Flags:
     plain: bool
 
 
-@dataclass(frozen=True)
-class HostOptions:
-    """Where the ranks of `rolecall run` run; without `hosts`, all on this machine."""
+LOCAL, HOSTS, DOCKER, SLURM = ENGINES = "local", "hosts", "docker", "slurm"
+SUBMITTED = (SLURM,)  # a cluster holds the ranks, and no process of this machine
+# flags of some engines alone
+FLAGS_OF = {
+    "role": (HOSTS, DOCKER, SLURM),
+    "python": (HOSTS,),
+    "image": (DOCKER,),
+    "nodes": (SLURM,),
+    "sbatch": (SLURM,),
+    "dry_run": (SLURM,),
+    "keep": (SLURM,),
+}
 
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where the ranks of `rolecall run` run: the `engine`, and flags of some engines alone. Of each role in `roles`,
+    ROLE=TEXT: its hosts, its options of sbatch, or what each member needs."""
+
+    engine: str
     hosts: str
     roles: tuple[str, ...]
     python: str
-    in_process: bool = False  # as threads of one process
-    tied: int = 0  # the process that has started the run, and with which it ends
+    image: str
+    nodes: int | None
+    sbatch: tuple[str, ...]
+    dry_run: bool
+    keep: bool  # nothing that was made is deleted at the end
+    in_process: bool  # as threads of one process
+    tied: int  # the process that has started the run, and with which it ends; 0 for none
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether the engine is one of SUBMITTED."""
+        return self.engine in SUBMITTED
 
 
-def take_host_options(arguments: Sequence[str]) -> tuple[HostOptions, list[str]]:
-    """The options for hosts, and the other arguments. Raises UsageError."""
+def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
+    """The options that say where ranks run, and the other arguments. Raises UsageError."""
     takes = argparse.ArgumentParser(prog="rolecall run", add_help=False, allow_abbrev=False)
-    _add_host_options(takes)
+    _add_options(takes)
     takes.add_argument("--tied", type=int, default=0)
     given, others = takes.parse_known_args(arguments)
-    options = HostOptions(given.hosts or "", tuple(given.role), given.python or "", given.in_process, given.tied)
-    if given.in_process and given.hosts:
-        raise UsageError("--in-process: runs all ranks in one process; leave --hosts out")
-    if given.hosts is not None and not given.hosts.strip():
+    if None not in (given.on, given.hosts):
+        raise UsageError("--hosts: leave it out; --on hosts:HOST,... means the same")
+    engine, _, hosts = (given.on or LOCAL if given.hosts is None else f"{HOSTS}:{given.hosts}").partition(":")
+    if engine not in ENGINES or (hosts and engine != HOSTS):
+        raise UsageError(f"--on {given.on}: must be local, hosts:HOST,..., docker, or slurm")
+    if given.in_process and engine != LOCAL:
+        raise UsageError(f"--in-process: runs all ranks in one process; leave {'--on' if given.on else '--hosts'} out")
+    if engine == HOSTS and not hosts.strip():
         raise UsageError("--hosts: names no host; leave it out to run all ranks on this machine")
-    if not options.hosts and (options.roles or options.python):
-        raise UsageError(f"{'--role' if options.roles else '--python'}: needs --hosts HOST,HOST or --hosts FILE")
+    for name, engines in FLAGS_OF.items():
+        if getattr(given, name) not in (None, "", [], False) and engine not in engines:
+            needed = " or ".join(f"{each}:HOST,HOST" if each == HOSTS else each for each in engines)
+            raise UsageError(f"--{name.replace('_', '-')}: needs --on {needed}")
+    options = RunOptions(
+        engine=engine,
+        hosts=hosts,
+        roles=tuple(given.role),
+        python=given.python or "",
+        image=given.image,
+        nodes=given.nodes,
+        sbatch=tuple(given.sbatch),
+        dry_run=given.dry_run,
+        keep=given.keep,
+        in_process=given.in_process,
+        tied=given.tied,
+    )
     return options, others
 
 
-def _add_host_options(parser: argparse.ArgumentParser) -> None:
+def take_name(arguments: Sequence[str]) -> tuple[str, bool, list[str]]:
+    """The run's directory, by its name or as --checkpoint-dir gives it, empty for neither; whether it is to be
+    detached; and the other arguments. Raises UsageError."""
+    takes = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    _add_name(takes)
+    takes.add_argument("--checkpoint-dir", default="")
+    try:
+        given, others = takes.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error.argument_name}: {error.message}") from None
+    if given.name is not None:
+        given.checkpoint_dir = str(rundir.named(given.name, bool(given.checkpoint_dir)))
+    return given.checkpoint_dir, given.detach, others
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", help="the run's, for commands; its folder is runs/NAME, and the same NAME resumes")
+    parser.add_argument("--detach", action="store_true", help="let the run go on when this command has ended")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-process", action="store_true", help="all ranks as threads of one process, to debug a job")
-    group = parser.add_argument_group("ranks on other machines, by ssh")
-    group.add_argument("--hosts", metavar="HOST,...", help="where ranks run, in turn; or a file with a host a line")
+    parser.add_argument(
+        "--on", metavar="ENGINE", help="where ranks run: local (default), hosts:HOST,..., docker, slurm"
+    )
+    group = parser.add_argument_group("ranks elsewhere")
+    group.add_argument("--hosts", metavar="HOST,...", help="as --on hosts:HOST,...; or a file with a host a line")
     group.add_argument(
         "--role",
-        metavar="ROLE=HOST,...",
+        metavar="ROLE=TEXT",
         action="append",
         default=[],
-        help="where the ranks of a role run; may be repeated",
+        help="of a role's ranks: their hosts; their options of sbatch; or, on docker, what each needs, "
+        "such as 'cpus=4 memory_mb=8000 gpus=1'; may be repeated",
     )
-    group.add_argument("--python", metavar="PATH", help="the Python there; default: the path of the one here")
+    group.add_argument("--python", metavar="PATH", help="the Python on the hosts; default: the path of the one here")
+    group.add_argument("--image", default="", help="of containers; default: IMAGE:TORCH, or rolecall:cpu")
+    group.add_argument("--nodes", type=int, metavar="N", help="of Slurm, for all ranks (default: Slurm decides)")
+    group.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTIONS", help="of sbatch, such as '--time=2:00:00'"
+    )
+    group.add_argument("--dry-run", action="store_true", help="print what would be submitted to slurm")
+    group.add_argument("--keep", action="store_true", help="delete nothing of the cluster at the end of the run")
 
 
 def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
@@ -96,9 +173,12 @@ def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
         meant = did_you_mean(flag.replace("_", "-"), known)
         raise UsageError(f"{flag}: no such flag{meant}; `rolecall run {target} --help` lists them")
     given = vars(parsed)
+    for name in ("name", "detach"):  # `take_name` has taken them
+        if given.pop(name):
+            raise UsageError(f"--{name}: is a flag of `rolecall run` alone; leave it out")
     require_known(job, filter(None, given.pop("given_settings").split(",")))
     plain = bool(given.pop("plain"))
-    for name in ("hosts", "role", "python", "in_process"):  # `take_host_options` has taken them
+    for name in ("hosts", "in_process", "on", *FLAGS_OF):  # `take_options` has taken them
         given.pop(name)
     for name, value in given.items():
         if not isinstance(value, str):
@@ -120,11 +200,13 @@ def parser(job: Job, target: str) -> argparse.ArgumentParser:
         prog=f"rolecall run {target}",
         description=job.summary or None,
         allow_abbrev=False,
-        usage=f"rolecall run {target} [--plain] [--in-process] [--hosts HOST,...] [--SETTING VALUE]...",
+        usage=f"rolecall run {target} [--on ENGINE] [--name NAME] [--detach] [--in-process] [--plain] "
+        "[--SETTING VALUE]...",
     )
     parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
-    _add_host_options(parser)
+    _add_options(parser)
     _add(parser, job, target)
+    _add_name(parser)
     return parser
 
 

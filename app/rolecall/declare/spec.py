@@ -41,6 +41,10 @@ RESERVED = {
     "hosts",
     "python",
     "in_process",
+    "on",
+    "image",
+    "name",
+    "detach",
 }
 
 
@@ -64,7 +68,8 @@ class Role:
 
     A worker whose resident memory exceeds `max_memory_mb` (10^6 bytes) fails, and is replaced (None: no limit).
 
-    `gpus` is how many GPUs each member gets to itself under `rolecall run` (0: it sees none; None: it sees all).
+    `gpus` is how many GPUs each member gets to itself under `rolecall run` (0: it sees none; None: it sees all). `cpus`
+    and `memory_mb` (10^6 bytes) are what it is given by Docker and Slurm (None: their default).
     `preload` lists slow modules to import once, before workers are forked.
     """
 
@@ -74,6 +79,8 @@ class Role:
     minimum: str | int | None = None
     maximum: str | int | None = None
     gpus: int | None = None
+    cpus: float | None = None
+    memory_mb: int | None = None
     preload: Sequence[str] = ()
     stays: bool | None = None
     restarts: int | None = None

@@ -34,8 +34,8 @@ def require_possible(job: Job, settings: Settings, description: Description) -> 
         raise UsageError(f"{name}: its program makes torch's RPC or process group, one a process; {ELSEWHERE}")
     if registry.uses_torch_rpc(job, settings):
         raise UsageError(f"{name}: needs torch's RPC (torch_rpc), of which a process has one; {ELSEWHERE}")
-    for role, gpus in description.gpus.items():
-        if gpus:
+    for role, needs in description.needs.items():
+        if gpus := needs.gpus:
             raise UsageError(f"role {role}: gpus={gpus} needs a process a rank; {ELSEWHERE}, or with DEVICE=cpu")
     if settings.trace:
         raise UsageError("TRACE=1: records one rank a process; leave it out, or run without --in-process")

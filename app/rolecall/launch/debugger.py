@@ -22,6 +22,7 @@ from rolecall.messages import control
 from rolecall.messages.control import ListedRank
 from rolecall.observe import targets
 from rolecall.rank.debugging import LINE_WANTED, SIGNAL
+from rolecall.record import rundir
 from rolecall.tunnel.local import process_at, same_user
 
 LOOK_SECONDS = 0.05  # between two looks whether the member has stopped
@@ -37,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         "Meanwhile no time limit of the run counts. `q`, or the end of input, detaches, and the rank goes on. Ctrl-C "
         "stops one that goes on after `c`; a second one detaches.",
     )
-    parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
+    parser.add_argument("run", metavar="RUN", help=rundir.A_RUN)
     parser.add_argument("rank", metavar="RANK", help="ROLE_ORDINAL, as `rolecall ps` lists it")
     return parser
 
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 def run(words: Sequence[str]) -> int:
     """Attaches the terminal until the user or the member leaves. Returns the exit code. Raises UsageError."""
     arguments = parser().parse_args(words)
-    rank, local = commands.find(arguments.run, arguments.rank), targets.run_in(Path(arguments.run))
+    rank, local = commands.find(arguments.run, arguments.rank), targets.run_in(rundir.find(arguments.run))
     if rank.host or local is None:
         raise UsageError(f"{rank.name}: runs on {rank.host}; `rolecall debug` attaches to ranks of this machine")
     folder = Path(local.control).parent

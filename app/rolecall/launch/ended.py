@@ -52,6 +52,12 @@ class Ended:
         raise (UsageError if self.code == USAGE else RankError)(reason)
 
 
+def state_of(code: int) -> str:
+    """How a run has ended, by its exit code."""
+    unsaved = f"finished, and its result is not saved (exit code {UNSAVED})"
+    return {0: "finished", INTERRUPTED: "stopped", UNSAVED: unsaved}.get(code, f"failed (exit code {code})")
+
+
 def last_error(reason: str) -> str:
     """The error with which a traceback ends, perhaps of several lines; a text without one as it is."""
     lines = reason.strip().splitlines()

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -30,6 +30,7 @@ PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
 REASONS = "rolecall-reasons-"  # begins the name of a locked file in TMPDIR, with why processes of a run have ended
 LOCK = "lock"  # in a run's temporary folder
 LEFT = ("fork-server-{}-*", "rolecall-{}-*")  # there, by the process of a rank: what a killed one leaves
+NO_ANSWER = 255  # the exit code of a command that has not ended in time
 LAST_OUTPUT_SECONDS = 2.0  # seconds for the rest of an ended rank's output
 
 
@@ -54,12 +55,12 @@ def reserve(count: int, among: Sequence[int]) -> list[socket.socket]:
     raise UsageError(f"no {count} free ports between {among[0]} and {among[-1]}")
 
 
-def temporary_folder() -> tuple[Path, int]:
+def temporary_folder(kind: str = "local") -> tuple[Path, int]:
     """A new folder for one run, which holds its token, and the locked file that shows that the run lives."""
     folder = Path(tempfile.mkdtemp(prefix="rolecall-new-"))
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder.rename(folder.with_name(folder.name.replace("new", "local", 1))), lock
+    return folder.rename(folder.with_name(folder.name.replace("new", kind, 1))), lock
 
 
 def remove_leftovers() -> None:
@@ -68,16 +69,23 @@ def remove_leftovers() -> None:
     folders = ((path, path / LOCK) for path in folder.glob("rolecall-local-*"))
     files = (path for prefix in (sources.PREFIX, REASONS) for path in folder.glob(f"{prefix}*"))
     for path, file in (*folders, *((path, path) for path in files)):
-        with contextlib.suppress(OSError):  # another user's; or one whose run lives, or has just removed it
-            lock = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if path == file:
-                    path.unlink()
-                else:
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
+        with contextlib.suppress(OSError), locked(file):
+            if path == file:
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Within the block, `file` is locked. Raises OSError for another user's, and for one whose run lives, or has just
+    removed it."""
+    lock = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _remove_left(temporary: Path, rank: int) -> None:
@@ -162,6 +170,7 @@ class Here:
     (hosts.py) are other machines."""
 
     host = ""
+    engine = "local"
 
     def __init__(self, zygote: Zygote | None = None, ports: range = PORTS) -> None:
         self.zygote, self._ports = zygote, ports
@@ -192,8 +201,9 @@ class Here:
         """Where a new rank is started."""
         return self
 
-    def environment(self, folder: Path, token_file: str) -> dict[str, str]:
-        """The variables of all ranks, with the run's `folder`, and the file in it with its token."""
+    def environment(self, folder: Path, token_file: str, directory: Path) -> dict[str, str]:
+        """The variables of all ranks, with the run's temporary `folder`, the file in it with its token, and the
+        `directory` of its checkpoints."""
         token = {"JOB_TOKEN_FILE": token_file} if token_file else {}
         loopback = {"MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1"}
         return config.child_environment(**loopback, **token, TMPDIR=str(folder))
@@ -227,6 +237,24 @@ class Here:
             ),
             Path(environment.get("TMPDIR", "/tmp")),
         )
+
+
+async def answer(command: Sequence[str], seconds: float) -> tuple[int, str]:
+    """The exit code of a command that ends within some seconds, and what it has written. Raises OSError."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(seconds):
+            text, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        return NO_ANSWER, f"no answer within {seconds:g} s"
+    return process.returncode or 0, text.decode(errors="replace").strip()
 
 
 async def writer_of(descriptor: int) -> asyncio.StreamWriter:

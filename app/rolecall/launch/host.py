@@ -14,7 +14,7 @@ from rolecall import machine
 from rolecall.config import __version__
 from rolecall.errors import CRASHED, UsageError
 from rolecall.launch import ssh
-from rolecall.launch.here import writer_of
+from rolecall.launch.here import answer, writer_of
 from rolecall.machine import Versions
 from rolecall.messages.codec import MessageError, decode_line, encode_line
 from rolecall.messages.hosts import (
@@ -269,7 +269,7 @@ class Host:
             await self._forward(local, remote)
 
     async def _forward(self, local: int, remote: int) -> None:
-        code, text = await ssh.run(ssh.forward(self.host, self._socket, local, remote))
+        code, text = await answer(ssh.forward(self.host, self._socket, local, remote), ssh.COMMAND_SECONDS)
         if code:
             self._show(f"{self.host}: rank 0's page and commands for this run do not reach it ({text})")
 

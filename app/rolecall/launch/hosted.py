@@ -161,7 +161,7 @@ class Hosted:
         given = dict(start.environment)
         job = describe.ADAPTER.validate_json(given[config.DESCRIPTION])
         self._here.forget(start.rank)
-        (planned,) = self._here.plan({start.rank: job.gpus[given["ROLE"]]})
+        (planned,) = self._here.plan({start.rank: job.needs[given["ROLE"]].gpus})
         given["CHECKPOINT_DIR"] = str(self._home / given["CHECKPOINT_DIR"])
         return config.child_environment(**{**planned, **given})  # rank 0's ports are given
 

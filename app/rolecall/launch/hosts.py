@@ -40,7 +40,7 @@ class Placement:
         return tuple(dict.fromkeys([*self.hosts, *(host for hosts in self.roles.values() for host in hosts)]))
 
 
-def placement(options: flags.HostOptions) -> Placement:
+def placement(options: flags.RunOptions) -> Placement:
     """What the options of the command line say. Raises UsageError."""
     roles = dict[str, tuple[str, ...]]()
     for given in options.roles:
@@ -86,6 +86,16 @@ class Hosts:
         self._ports = dict[str, tuple[int, int]]()  # of each host, for rank 0
         self._page: socket.socket | None = None  # bound to this machine's port for rank 0's page
 
+    @property
+    def engine(self) -> str:
+        """As `rolecall run --on` names it."""
+        return f"hosts:{','.join(self._placement.all)}"
+
+    @property
+    def host(self) -> str:
+        """Where rank 0 writes what it keeps."""
+        return self._rank0
+
     def show(self, line: str) -> None:
         """Displays a line."""
         self._show(line)
@@ -109,8 +119,8 @@ class Hosts:
     async def prepare(self, job: Description, settings: Settings) -> None:
         """Makes the hosts ready for `job`: from now on `job` is it as they see it. Raises UsageError."""
         if unknown := set(self._placement.roles) - {role.name for role in job.roles}:
-            raise UsageError(f"--role {min(unknown)}=...: {job.name} has the roles {', '.join(job.gpus)}")
-        self.job, files = _sent(job)
+            raise UsageError(f"--role {min(unknown)}=...: {job.name} has the roles {', '.join(job.needs)}")
+        self.job, files = sent(job)
         for host in self._hosts.values():
             host.send_files(files)
         self._job_settings = settings
@@ -153,13 +163,11 @@ class Hosts:
         self._dealt += role not in self._placement.roles
         return host
 
-    def environment(self, folder: Path, token_file: str) -> dict[str, str]:
+    def environment(self, folder: Path, token_file: str, directory: Path) -> dict[str, str]:
         """See `Here`: the settings that are set here; all else is as on the hosts."""
-        names = {*Settings.model_fields, *(name.lower() for name in self.job.variables)} - {*flags.NO_FLAG}
-        given = config.given(name.upper() for name in names - {"job_token_file"})
         token = read_token(Path(token_file)) if token_file else self._job_settings.token
         return {
-            **given,
+            **given(self.job),
             **({"JOB_TOKEN": token} if token else {}),
             "MASTER_ADDR": self._address,
             "METRICS_BIND_ADDR": "127.0.0.1",
@@ -186,8 +194,14 @@ class Hosts:
             os.close(lock)
 
 
-def _sent(job: Description) -> tuple[Description, Files]:
-    """The job as it is on a host, whose working directory has its files, and these. Raises UsageError."""
+def given(job: Description) -> dict[str, str]:
+    """The settings of `job` that are set here."""
+    names = {*Settings.model_fields, *(name.lower() for name in job.variables)} - {*flags.NO_FLAG, "job_token_file"}
+    return config.given(name.upper() for name in names)
+
+
+def sent(job: Description) -> tuple[Description, Files]:
+    """The job as a host or a container sees it, whose working directory has its files, and these. Raises UsageError."""
     if job.target != SCRIPT:
         target, files = sent_files(job.target)
         return replace(job, target=target), files

@@ -11,7 +11,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe, flags, registry
 from rolecall.inprocess.run import InProcessRun
-from rolecall.launch import local
+from rolecall.launch import ended
 from rolecall.launch.output import Tracebacks
 
 
@@ -47,7 +47,7 @@ def run(target: str, words: Sequence[str]) -> int:
         return await here.run()
 
     code = asyncio.run(main())
-    print(f"rolecall: {local.state_of(code)}; results in {here.directory}", flush=True)
+    print(f"rolecall: {ended.state_of(code)}; results in {here.directory}", flush=True)
     return code
 
 

@@ -1,4 +1,4 @@
-"""All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`."""
+"""All ranks of a job, as processes on this machine or on hosts, or in containers: `rolecall run JOB`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -18,18 +19,19 @@ from rolecall import config, telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.declare.describe import Description
-from rolecall.errors import UNSAVED, USAGE, UsageError
+from rolecall.errors import USAGE, UsageError
 from rolecall.gang.protocol import name_of
-from rolecall.launch.control import Control
-from rolecall.launch.here import LAST_OUTPUT_SECONDS, Here, remove_leftovers, temporary_folder
+from rolecall.launch.containers import Containers
+from rolecall.launch.control import CLOSE_SECONDS, Control
+from rolecall.launch.ended import state_of
+from rolecall.launch.here import Here, remove_leftovers, temporary_folder
 from rolecall.launch.hosts import Hosts
-from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, RankProcess
+from rolecall.launch.screen import Screen
 from rolecall.messages.control import SOCKET, ListedRank, debugger
 from rolecall.observe import ask, targets
 from rolecall.observe.sinks.feed import END_SECONDS
 from rolecall.observe.targets import Address
-from rolecall.observe.watch import PERIOD_SECONDS, Display
 from rolecall.rank.zygote import Zygote
 from rolecall.record import rundir
 from rolecall.tunnel import keys
@@ -53,8 +55,8 @@ async def _wait(
 
 
 class LocalRun:
-    """The ranks of one job on this machine, or on `hosts`, and their display. Raises UsageError for an unusable
-    CHECKPOINT_DIR."""
+    """The ranks of one job on this machine, or on `hosts`, or in containers, and their display. Raises UsageError for
+    an unusable CHECKPOINT_DIR."""
 
     def __init__(
         self,
@@ -62,14 +64,13 @@ class LocalRun:
         settings: Settings,
         live: bool,
         zygote: Zygote | None = None,
-        hosts: Hosts | None = None,
+        hosts: Hosts | Containers | None = None,
     ) -> None:
-        self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
+        self.job, self.settings, self._zygote = job, settings, zygote
+        self.screen = Screen(live)
         self._hosts = hosts
         self._machines = hosts or Here(zygote)
         self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
-        self._errors: set[str] = set()
-        self._seen = set[tuple[str, str]]()  # tracebacks that were shown
         given = "checkpoint_dir" in settings.model_fields_set
         self.directory = settings.checkpoint_dir if given else rundir.of_run(job.name)
         self._disposable = not given and not self.directory.exists()  # if the start is refused
@@ -85,7 +86,6 @@ class LocalRun:
         self.addresses = [self._address(rank) for rank in self.ranks]
         repeated = settings.resume and (self.directory / rundir.DONE).exists()  # what has finished is shown again
         self._earlier = {} if repeated else self._report_files()  # an earlier run's, which has not finished
-        self.display = Display()
 
     def _plan(self) -> list[RankProcess]:
         logs = self.directory / "logs"
@@ -95,9 +95,9 @@ class LocalRun:
             raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
         members = [(role.name, ordinal) for role in self.job.roles for ordinal in range(role.count)]
         self._token_file = self._make_token()
-        planned = self._machines.plan({name_of(key): self.job.gpus[key[0]] for key in members})
+        planned = self._machines.plan({name_of(key): self.job.needs[key[0]].gpus for key in members})
         self._shared = {
-            **self._machines.environment(self._temporary, self._token_file),
+            **self._machines.environment(self._temporary, self._token_file, self.directory),
             **self.job.flags,
             "JOB": self.job.target,
             "MASTER_PORT": planned[0]["PORT"],
@@ -114,7 +114,14 @@ class LocalRun:
         environment = {**self._shared, "ROLE": role, "ORDINAL": str(ordinal), **variables}
         log, place = self.directory / "logs" / f"{name_of((role, ordinal))}.log", self._machines.place(role, ordinal)
         return RankProcess(
-            role, ordinal, environment, log, self.show, place=place, crashed=self._report_crash, seen=self._seen
+            role,
+            ordinal,
+            environment,
+            log,
+            self.screen.show,
+            place=place,
+            crashed=self._report_crash,
+            seen=self.screen.seen,
         )
 
     def _address(self, rank: RankProcess) -> Address:
@@ -129,35 +136,24 @@ class LocalRun:
         file.write_text(keys.new_token() + "\n")
         return str(file)
 
-    def show(self, line: str) -> None:
-        """Displays a line of a rank; an error that several ranks report is shown once."""
-        error = line.startswith("rolecall: ")
-        if error and line in self._errors:
-            return
-        if error:
-            self._errors.add(line)
-        if self.live and not error:
-            self.display.lines.append(printable(line))
-        else:
-            self.output.line(line, error)
-
     async def run(self) -> int:
         """Runs the ranks until the job is over. Returns the exit code: rank 0's, or 130 after a signal."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
         try:
-            control = await Control(self._temporary / SOCKET, self._listed, self.scale, self.kill).start()
-            self._published = self._publish()
+            control = await Control(self._temporary / SOCKET, self._listed, self.scale, self.kill, self.stop).start()
+            self._publish()
         except BaseException:
             self._remove_folders()
             raise
-        self.output = Output(sys.stdout, sys.stderr)
-        self.output.line(f"rolecall: this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
+        self.screen.open()
+        self.screen.say(f"this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
         if self._hosts:
-            self._hosts.show_by(self.show)
+            self._hosts.show_by(self.screen.show)
         self._tasks = {rank: asyncio.create_task(rank.supervise()) for rank in self.ranks}
-        display = asyncio.create_task(self._display() if self.live else asyncio.Event().wait())
+        rank0 = targets.Target(str(self.directory), self.addresses[0].url.removesuffix("/metrics"), self.directory)
+        display = asyncio.create_task(self.screen.draw_forever(rank0))
         try:
             code = await self._until_over()
         finally:
@@ -174,17 +170,17 @@ class LocalRun:
             display.cancel()
             await asyncio.wait({display})
             self._remove_temporary()
-            if self._published:
-                (self.directory / targets.RANKS).unlink(missing_ok=True)
         files = [name for name, written in self._report_files().items() if self._earlier.get(name) != written]
         state = state_of(code)
         kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
-        last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
-        if self._hosts:
-            last = f"rolecall: {state}; logs in {self.directory}; {self._hosts.results(self.directory)}"
+        last = f"{state}; {', '.join([*kept, *files])} in {self.directory}"
+        if self._hosts and (elsewhere := self._hosts.results(self.directory)):
+            last = f"{state}; logs in {self.directory}; {elsewhere}"
         if code == USAGE and self._dispose():
-            last = f"rolecall: {state}"
-        self.output.close(last, LAST_OUTPUT_SECONDS)
+            last = state
+        else:
+            self._write_down(lambda: targets.conclude(self.directory, code, last))
+        self.screen.close(last)
         return code
 
     def _report_files(self) -> dict[str, int]:
@@ -195,18 +191,18 @@ class LocalRun:
     async def _report_crash(self, role: str, ordinal: int) -> None:
         """Tells rank 0 that the process of a rank has ended, before that rank's lease runs out."""
         rank0 = self.ranks[0]
-        if (role, ordinal) == (rank0.role, rank0.ordinal) or not self._published:
+        if (role, ordinal) == (rank0.role, rank0.ordinal):
             return
         with contextlib.suppress(UsageError, TimeoutError):  # rank 0 may be gone too; then the lease tells
             async with asyncio.timeout(CRASH_REPORT_SECONDS):
                 about = {"role": role, "ordinal": ordinal}
                 await ask.ask(str(self.directory), "crashed", about, to=[rank0.name], timeout=CRASH_REPORT_SECONDS)
 
-    def _publish(self) -> bool:
-        try:
-            return targets.publish(self.directory, self.addresses, self._token_file, str(self._temporary / SOCKET))
-        except OSError as error:
-            raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
+    def _publish(self) -> None:
+        """Writes down this run. Raises TakenError if another one is under way in its directory, and UsageError."""
+        engine, elsewhere = self._machines.engine, self._hosts.host if self._hosts else ""
+        about = targets.About(self.job.name, engine, elsewhere, str(self.directory))
+        targets.publish(self.directory, self.addresses, self._token_file, str(self._temporary / SOCKET), about)
 
     async def _until_over(self) -> int:
         """Until rank 0 has ended, another rank has failed, or a signal came; then the others get time to end."""
@@ -231,10 +227,8 @@ class LocalRun:
             self._zygote.end()  # it imports, and they wait for it
         passing = asyncio.create_task(self._pass_breakpoints() if interrupted.done() else asyncio.Event().wait())
         if interrupted.done():
-            s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
-            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + END_SECONDS
             frozen = asyncio.create_task(self._frozen(rank0))
-            await _wait({rank0, frozen}, signalled, grace, any_of=True)
+            await _wait({rank0, frozen}, signalled, self._drain_seconds, any_of=True)
             frozen.cancel()
         elif rank0.done() and not refused:
             await _wait({*self._tasks.values()}, signalled, INFORMED_SECONDS)
@@ -246,6 +240,12 @@ class LocalRun:
         for task in (interrupted, again, passing):
             task.cancel()
         return code
+
+    @property
+    def _drain_seconds(self) -> float:
+        """For rank 0 to end: a rank leaves earlier by itself; saving has its own deadline."""
+        s = self.settings
+        return s.drain_timeout + s.phase_timeout + s.lease_seconds + END_SECONDS
 
     async def _pass_breakpoints(self) -> None:
         """Has ranks go on from breakpoints at which nobody is attached: a drain waits for none of them."""
@@ -285,7 +285,15 @@ class LocalRun:
             raise UsageError(f"{rank.name}: has no process {part!r}; its parts are: {there}")
         return f"killed {rank.name}{rank.host and f' on {rank.host}'}: {', '.join(killed.processes)}"
 
-    def scale(self, role: str, count: int) -> str:
+    def stop(self, now: bool) -> float:
+        """Has the job drain, or ends the run `now`. Returns the seconds within which it is over."""
+        if not self._interrupted.is_set():
+            self._interrupt()
+        if now:
+            self._again.set()
+        return CLOSE_SECONDS if now else self._drain_seconds + CLOSE_SECONDS
+
+    async def scale(self, role: str, count: int) -> str:
         """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what
         is done. Raises UsageError if that is not possible."""
         spec = next((spec for spec in self.job.roles if spec.name == role), None)
@@ -305,14 +313,14 @@ class LocalRun:
             rank.dropped = True
             rank.stop(drain=True)
         self._tasks |= {rank: asyncio.create_task(rank.supervise()) for rank in started}
-        self._republish()
+        self._write_down(self._publish)
         self._scaled.set()
         what = {"starting": started, "draining": surplus}
         done = [f"{verb} {', '.join(rank.name for rank in ranks)}" for verb, ranks in what.items() if ranks]
         return "; ".join(done) or f"{role} has {count} already"
 
     def _planned(self, role: str, ordinal: int) -> RankProcess:
-        (variables,) = self._machines.plan({name_of((role, ordinal)): self.job.gpus[role]})
+        (variables,) = self._machines.plan({name_of((role, ordinal)): self.job.needs[role].gpus})
         rank = self._rank(role, ordinal, variables)
         self.ranks.append(rank)
         self.addresses.append(self._address(rank))
@@ -327,14 +335,14 @@ class LocalRun:
             self._machines.forget(rank.name)
             self.addresses.remove(self._address(rank))
         if gone:
-            self._republish()
+            self._write_down(self._publish)
 
-    def _republish(self) -> None:
-        if self._published:
-            try:
-                targets.rewrite(self.directory, self.addresses, self._token_file, str(self._temporary / SOCKET))
-            except OSError as error:
-                self.show(f"rolecall: {self.directory / targets.RANKS}: cannot be written ({error.strerror})")
+    def _write_down(self, write: Callable[[], None]) -> None:
+        """Has `write` write what other commands read; a problem is displayed."""
+        try:
+            write()
+        except UsageError as error:
+            self.screen.show(f"rolecall: {error}")
 
     # ---- folders
 
@@ -363,34 +371,27 @@ class LocalRun:
             self._again.set()
             return
         self._interrupted.set()
-        self.show("rolecall: stopping: the job's state, if it has any, is saved; Ctrl-C again to stop at once")
-
-    async def _display(self) -> None:
-        rank0 = targets.Target(str(self.directory), self.addresses[0].url.removesuffix("/metrics"), self.directory)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.display.follow_forever(rank0))
-            while True:
-                self.output.picture(self.display.render(self.output.width))
-                await asyncio.sleep(PERIOD_SECONDS)
+        self.screen.show("rolecall: stopping: the job's state, if it has any, is saved; Ctrl-C again to stop at once")
 
 
 def run(job: Description, zygote: Zygote | None = None) -> int:
     """Runs `job`, whose ranks are forked from `zygote`. Returns the exit code. Raises UsageError for wrong settings."""
 
     async def main() -> int:
-        return await LocalRun(job, _settings(job), live=_live(job), zygote=zygote).run()
+        return await LocalRun(job, settings_of(job), live=is_live(job), zygote=zygote).run()
 
     return asyncio.run(main())
 
 
-async def run_on_hosts(job: Description, hosts: Hosts) -> int:
-    """Runs `job` on `hosts`, to which the connections are there. Returns the exit code. Raises UsageError."""
-    settings = _settings(job)
+async def run_on_hosts(job: Description, hosts: Hosts | Containers) -> int:
+    """Runs `job` on `hosts`, or in containers, which are connected. Returns the exit code. Raises UsageError."""
+    settings = settings_of(job)
     await hosts.prepare(job, settings)
-    return await LocalRun(hosts.job, settings, live=_live(job), hosts=hosts).run()
+    return await LocalRun(hosts.job, settings, live=is_live(job), hosts=hosts).run()
 
 
-def _settings(job: Description) -> Settings:
+def settings_of(job: Description) -> Settings:
+    """The settings of this process, with the flags that `job` was described with. Raises UsageError."""
     settings = config.load(
         Settings, **{name.lower(): value for name, value in job.flags.items() if name.lower() in Settings.model_fields}
     )
@@ -399,11 +400,6 @@ def _settings(job: Description) -> Settings:
     return settings
 
 
-def state_of(code: int) -> str:
-    """How a run has ended, by its exit code."""
-    unsaved = f"finished, and its result is not saved (exit code {UNSAVED})"
-    return {0: "finished", INTERRUPTED: "stopped", UNSAVED: unsaved}.get(code, f"failed (exit code {code})")
-
-
-def _live(job: Description) -> bool:
+def is_live(job: Description) -> bool:
+    """Whether the live display is shown."""
     return sys.stdout.isatty() and not job.plain

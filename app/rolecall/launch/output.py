@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console, RenderableType
@@ -91,6 +94,41 @@ class Tracebacks:
         """What has come of a traceback that goes no further."""
         lines, self._lines = self._lines, []
         return lines
+
+
+class RankLog:
+    """What a rank writes: appended to its log `path`, and its lines shown by `show`; `seen` as of `Tracebacks`."""
+
+    def __init__(self, rank: str, path: Path, show: Callable[[str], None], seen: set[tuple[str, str]]) -> None:
+        self._rank, self._path, self._show = rank, path, show
+        self._splitter, self._tracebacks, self._problem = Splitter(), Tracebacks(rank, seen), ""
+
+    async def take(self, data: bytes) -> None:
+        """The rank has written `data`."""
+        if not self._problem and (problem := await asyncio.to_thread(self._append, data)):
+            self._problem = problem  # the rank must not wait for a full disk
+            self._show(f"{self._rank}: its log {self._path} cannot be written any more ({problem})")
+        self._show_all(self._splitter.split(data))
+
+    def end(self) -> None:
+        """Shows what has no end yet: nothing more comes."""
+        self._show_all(self._splitter.end())
+        for line in self._tracebacks.end():
+            self._show(line)
+
+    def _show_all(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            for shown in self._tracebacks.show(line):
+                self._show(shown)
+
+    def _append(self, data: bytes) -> str:
+        """Appends `data` to the log. Returns the problem, if any."""
+        try:
+            with self._path.open("ab") as log:
+                log.write(data)
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
 
 def _text(line: bytes) -> str:

@@ -54,6 +54,14 @@ def directory_of(name: str) -> Path:
             raise UsageError(f"{directory}: cannot be written ({error.strerror}); set checkpoint_dir") from error
 
 
+def dispose(directory: Path) -> None:
+    """Removes the directory of a run that was refused, if it is empty but for its logs."""
+    if not rundir.saved(directory) and not (directory / rundir.HISTORY).exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(OSError):  # there are other runs
+            directory.parent.rmdir()
+
+
 class ProcessRun:
     """Starts `rolecall run TARGET` with `flags` and `variables`, which end with this process. `show` is given each line
     that it writes. Raises UsageError for a directory that cannot be written."""
@@ -143,7 +151,7 @@ class ProcessRun:
         reason = self._reason()
         self._reasons.close()
         if code == USAGE and self._disposable:
-            self._dispose()
+            dispose(self.directory)
         # an earlier run's counts only for what had finished, and is shown again
         summary = self._summary() if code == 0 or self._written() != self._before else {}
         if self._left_early and code not in (0, FAILED, UNSAVED):
@@ -176,10 +184,3 @@ class ProcessRun:
         with contextlib.suppress(OSError):
             return (self.directory / rundir.SUMMARY).stat().st_mtime_ns
         return 0
-
-    def _dispose(self) -> None:
-        """Removes the directory of a run that was refused, if it is empty but for its logs."""
-        if not rundir.saved(self.directory) and not (self.directory / rundir.HISTORY).exists():
-            shutil.rmtree(self.directory, ignore_errors=True)
-            with contextlib.suppress(OSError):  # there are other runs
-                self.directory.parent.rmdir()

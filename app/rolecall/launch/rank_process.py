@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rolecall.gang.protocol import name_of
+from rolecall.launch.containers import Container, ContainerProcess
 from rolecall.launch.here import Here, LocalProcess, follow
 from rolecall.launch.host import Host, HostedProcess
-from rolecall.launch.output import Splitter, Tracebacks
+from rolecall.launch.output import RankLog
 from rolecall.rank.guard import FINAL_CODES, CrashBackoff
 
 MAX_CRASHES = 5
@@ -35,7 +36,7 @@ class RankProcess:
         environment: dict[str, str],
         log: Path,
         show: Callable[[str], None],
-        place: Here | Host | None = None,
+        place: Here | Host | Container | None = None,
         crashed: Callable[[str, int], Awaitable[None]] | None = None,
         seen: set[tuple[str, str]] | None = None,
     ) -> None:
@@ -43,7 +44,7 @@ class RankProcess:
         self.name, self.crashed = name_of((role, ordinal)), crashed
         self._seen = set[tuple[str, str]]() if seen is None else seen  # tracebacks that were shown
         self._place = place or Here()
-        self.process: LocalProcess | HostedProcess | None = None
+        self.process: LocalProcess | HostedProcess | ContainerProcess | None = None
         self._stopped = asyncio.Event()
         self.dropped = False  # the run goes on without it
 
@@ -109,28 +110,10 @@ class RankProcess:
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         """Copies the rank's output to its log and shows its lines."""
-        splitter, tracebacks, problem = Splitter(), Tracebacks(self.name, self._seen), ""
+        log = RankLog(self.name, self.log, self.show, self._seen)
         while data := await stream.read(CHUNK_BYTES):
-            if not problem and (problem := await asyncio.to_thread(self._append, data)):
-                # the rank must not wait for a full disk
-                self.show(f"{self.name}: its log {self.log} cannot be written any more ({problem})")
-            for line in splitter.split(data):
-                for shown in tracebacks.show(line):
-                    self.show(shown)
-        for line in splitter.end():
-            for shown in tracebacks.show(line):
-                self.show(shown)
-        for shown in tracebacks.end():
-            self.show(shown)
-
-    def _append(self, data: bytes) -> str:
-        """Appends `data` to the log. Returns the problem, if any."""
-        try:
-            with self.log.open("ab") as log:
-                log.write(data)
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
+            await log.take(data)
+        log.end()
 
     def stop(self, drain: bool) -> None:
         """Does not restart the rank any more; asks it to `drain`."""

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -201,24 +201,46 @@ class Run:
         self._cell.show()
 
 
-def run(job: Job | str | os.PathLike[str], *, in_process: bool = False, **settings: Any) -> dict[str, Any]:
+def run(
+    job: Job | str | os.PathLike[str],
+    *,
+    in_process: bool = False,
+    on: str = "local",
+    image: str = "",
+    name: str | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
     """Runs a job, and returns its result, as `Run.result` does and raises. The arguments are those of `start`. In the
     main thread, Ctrl-C drains the job, and a second one stops it."""
-    with start(job, in_process=in_process, **settings) as started:
+    with start(job, in_process=in_process, on=on, image=image, name=name, **settings) as started:
         with _draining(started):
             started.wait()
         return started.result
 
 
-def start(job: Job | str | os.PathLike[str], *, in_process: bool = False, **settings: Any) -> Run:
+def start(
+    job: Job | str | os.PathLike[str],
+    *,
+    in_process: bool = False,
+    on: str = "local",
+    image: str = "",
+    name: str | None = None,
+    **settings: Any,
+) -> Run:
     """Starts a job: a `Job` that a file holds in a variable, a path (`"pi.py"`), a module (`"package.module:NAME"`), or
     a built-in job's name. `settings` are the job's, by the names of its class; others come from the environment. Ranks
-    are processes, or threads of this one if `in_process`.
+    are processes, or threads of this one if `in_process`, on `hosts:a,b`, or in containers of `image` (`docker`). The
+    run's directory is `runs/NAME` if it has a `name`.
 
     Returns at once; for a path or a module, once another process has imported it. Raises UsageError for wrong settings,
     and for a job that ranks would not find, before anything starts.
     """
-    return start_with(job, settings, in_process=in_process)
+    given = {"on": "" if on == "local" else on, "image": image}
+    words = [f"--{option}={value}" for option, value in given.items() if value]
+    flags.take_options([*words, *["--in-process"] * in_process])
+    if name is not None:
+        settings["checkpoint_dir"] = rundir.named(name, "checkpoint_dir" in settings)
+    return start_with(job, settings, in_process=in_process, words=words)
 
 
 def start_with(
@@ -226,9 +248,11 @@ def start_with(
     settings: dict[str, Any],
     *,
     in_process: bool,
+    words: Sequence[str] = (),
     stepped: Callable[[int], None] = lambda step: None,
 ) -> Run:
-    """As `start`. If ranks are threads, `stepped` is told of each step that rank 0 has made, in its thread."""
+    """As `start`, with flags in `words`. If ranks are threads, `stepped` is told of each step that rank 0 has made, in
+    its thread."""
     loader.require_imported()
     display = Display()
     show = display.lines.append if notebook.is_here() else _print
@@ -254,8 +278,9 @@ def start_with(
         if known:
             registry.require_extra(target)
             registry.roles(known, _checked(known, settings))
-        words, variables = _given(settings, known)
-        started = Run(registry.name_of(target), ProcessRun(target, words, variables, show), display)
+        of_settings, variables = _given(settings, known)
+        driver = ProcessRun(target, [*words, *of_settings], variables, show)
+        started = Run(registry.name_of(target), driver, display)
         try:
             if not known:
                 started.await_up()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from rolecall.config import __version__
+from rolecall.launch.here import answer
 
 CONNECT_SECONDS = 10  # for a host's sshd to answer
 ALIVE_SECONDS, ALIVE_COUNT = 5, 3  # a cut connection ends after their product
@@ -48,27 +48,9 @@ def forward(host: str, socket: Path, local: int, remote: int) -> list[str]:
 
 async def address(host: str) -> str:
     """The address that ssh's configuration has for `host`, without the user."""
-    code, text = await run(["ssh", "-G", "--", host])
+    code, text = await answer(["ssh", "-G", "--", host], COMMAND_SECONDS)
     match = re.search(r"^hostname (\S+)$", text, re.MULTILINE)
     return match[1] if match and not code else host.rpartition("@")[2]
-
-
-async def run(command: Sequence[str]) -> tuple[int, str]:
-    """The exit code of a command that needs no network, and what it has written. Raises OSError."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(COMMAND_SECONDS):
-            text, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        return FAILED, f"no answer within {COMMAND_SECONDS:g} s"
-    return process.returncode or 0, text.decode(errors="replace").strip()
 
 
 def problem(host: str, python: str, code: int, lines: Sequence[str]) -> str:

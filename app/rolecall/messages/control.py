@@ -36,7 +36,13 @@ class KillRank(Struct, frozen=True, tag="kill", tag_field="what"):
     part: str
 
 
-Request = ListRanks | ScaleRole | KillRank
+class StopRun(Struct, frozen=True, tag="stop", tag_field="what"):
+    """Drains the job, or ends the run `now`."""
+
+    now: bool
+
+
+Request = ListRanks | ScaleRole | KillRank | StopRun
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,9 @@ class ListedRank:
 
 
 class Reply(Struct, frozen=True, omit_defaults=True):
-    """The ranks; or what the run has `done`; or why it does nothing."""
+    """The ranks; or what the run has `done`; or the seconds within which it is over; or why it does nothing."""
 
     ranks: tuple[ListedRank, ...] = ()
     done: str = ""
+    seconds: float = 0.0
     error: str = ""

@@ -41,13 +41,13 @@ class Target:
 
 
 def parse(text: str) -> Target:
-    """Parses a TARGET: a run's folder, a port, host:port, host, or a URL. Raises UsageError for anything else, and for
-    a folder in which no run is under way."""
-    problem = f"TARGET {text!r}: is neither a run's folder, a port, host:port nor a URL"
-    if text and Path(text).is_dir() and not text.isdecimal():
-        if not (ranks := ranks_of(Path(text))):
+    """Parses a TARGET: a run's name or folder, a port, host:port, host, or a URL. Raises UsageError for anything else,
+    and for a folder in which no run is under way."""
+    problem = f"TARGET {text!r}: is neither {rundir.A_RUN}, a port, host:port nor a URL"
+    if text and not text.isdecimal() and (folder := rundir.find(text)).is_dir():
+        if not (ranks := ranks_of(folder)):
             raise UsageError(f"TARGET {text!r}: no run is under way there")
-        return Target(text, ranks[0].url.removesuffix("/metrics"), Path(text))
+        return Target(text, ranks[0].url.removesuffix("/metrics"), folder)
     scheme, divider, rest = text.partition("://")
     if divider and scheme not in ("http", "https"):
         raise UsageError(problem)
@@ -71,25 +71,44 @@ def parse(text: str) -> Target:
 # ---- local runs
 
 
+class About(Struct, frozen=True):
+    """What a run is: its job, its engine, and where rank 0 keeps its files, `host` being empty for this machine."""
+
+    job: str = ""
+    engine: str = ""
+    host: str = ""
+    directory: str = ""
+
+
 class LocalRun(Struct, frozen=True):
     """The run in a folder: the process `pid`, which was `created` at that Unix time, its ranks, rank 0 first, the file
-    with the token that was made for it, and its control socket."""
+    with the token that was made for it, and its control socket. A run that is over has an exit `code`, and an `end` in
+    words."""
 
     pid: int
     created: float
     ranks: tuple[Address, ...]
     token_file: str = ""
     control: str = ""
+    about: About = About()
+    code: int | None = None
+    end: str = ""
+
+
+def last_run(directory: Path) -> LocalRun | None:
+    """The last run in `directory`, whether it is under way or not; None if nothing is known of one."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return msgspec.json.decode((directory / RANKS).read_bytes(), type=LocalRun)
+    return None
 
 
 def run_in(directory: Path) -> LocalRun | None:
     """The run in `directory`; None if there is none, or it has ended, even by a kill."""
-    try:
-        run = msgspec.json.decode((directory / RANKS).read_bytes(), type=LocalRun)
-        is_alive = psutil.Process(run.pid).create_time() == run.created  # else the process ID has been reused
-    except (OSError, ValueError, RecursionError, OverflowError, psutil.Error):
-        return None
-    return run if is_alive else None
+    run = last_run(directory)
+    with contextlib.suppress(OverflowError, ValueError, psutil.Error):
+        if run and run.code is None and psutil.Process(run.pid).create_time() == run.created:
+            return run  # else the process ID has been reused
+    return None
 
 
 def ranks_of(directory: Path) -> list[Address]:
@@ -98,19 +117,28 @@ def ranks_of(directory: Path) -> list[Address]:
     return [*run.ranks] if run else []
 
 
-def publish(directory: Path, addresses: list[Address], token_file: str = "", control: str = "") -> bool:
-    """Writes down this process's run in `directory`: see `LocalRun`. Returns False if another run is under way there.
-    Raises OSError."""
-    if run_in(directory):
-        return False
-    rewrite(directory, addresses, token_file, control)
-    return True
+def publish(
+    directory: Path, addresses: list[Address], token_file: str = "", control: str = "", about: About | None = None
+) -> None:
+    """Writes down this process's run in `directory`: see `LocalRun`. Raises TakenError if another run is under way
+    there, and UsageError if the directory cannot be written."""
+    if (run := run_in(directory)) and run.pid != os.getpid():
+        raise rundir.TakenError(directory)
+    began, ranks = psutil.Process().create_time(), tuple(addresses)
+    _write(directory, LocalRun(os.getpid(), began, ranks, token_file, control=control, about=about or About()))
 
 
-def rewrite(directory: Path, addresses: list[Address], token_file: str = "", control: str = "") -> None:
-    """`publish`, for the run that has done so before. Raises OSError."""
-    run = LocalRun(os.getpid(), psutil.Process().create_time(), tuple(addresses), token_file, control)
-    rundir.write_atomically(directory / RANKS, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
+def conclude(directory: Path, code: int, end: str) -> None:
+    """Writes down how this process's run in `directory` has ended. Raises UsageError as `publish` does."""
+    if (run := run_in(directory)) and run.pid == os.getpid():
+        _write(directory, LocalRun(run.pid, run.created, (), about=run.about, code=code, end=end))
+
+
+def _write(directory: Path, run: LocalRun) -> None:
+    try:
+        rundir.write_atomically(directory / RANKS, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
+    except OSError as error:
+        raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be written ({error.strerror})") from error
 
 
 def final_state(directory: Path) -> str:

@@ -78,6 +78,19 @@ def exit_with(parent: int) -> None:
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 
 
+def exit_with_input(descriptor: int) -> None:
+    """From now on, this process and all below it are killed once the file descriptor comes to its end: who holds the
+    other one has exited."""
+
+    def follow() -> None:
+        while os.read(descriptor, 1):
+            pass
+        kill(os.getpid())
+        os._exit(FAILED)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
 def _follow(parent: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # exited already
         pidfd = os.pidfd_open(parent)

@@ -20,9 +20,12 @@ from rolecall.rank.supervisor import Supervisor
 from rolecall.tunnel.handle import Handle
 
 
-def run(job: Description, settings: Settings, identity: Identity, run: int = 0, parent: int = 0) -> int:
-    """Runs one rank until the job is over for it, or until the process `parent` exits. `run` is the process of
-    `rolecall run`, if that has started it. Returns the exit code. Raises UsageError for bad input.
+def run(
+    job: Description, settings: Settings, identity: Identity, run: int = 0, parent: int = 0, *, tied: int = 0
+) -> int:
+    """Runs one rank until the job is over for it, or until the process `parent` exits, or the file descriptor `tied`
+    comes to its end. `run` is the process of `rolecall run`, if that has started it. Returns the exit code. Raises
+    UsageError for bad input.
     """
     endpoints.allow_descriptors()
     termination.write("")  # deletes the message of an earlier process
@@ -40,6 +43,8 @@ def run(job: Description, settings: Settings, identity: Identity, run: int = 0, 
         supervisor = Supervisor(job, settings, identity, directory, tunnel, run=run, parent=parent)
         if parent:
             descendants.exit_with(parent)
+        if tied:
+            descendants.exit_with_input(tied)
         code, directive = asyncio.run(supervisor.run()), supervisor.member.directive
     finally:
         if tunnel:

@@ -19,6 +19,7 @@ import msgspec
 from filelock import FileLock, Timeout
 from msgspec import Meta
 
+from rolecall import config
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import Budget, Key
 from rolecall.record.files import HISTORY as HISTORY
@@ -28,12 +29,16 @@ from rolecall.record.files import using as using
 from rolecall.record.files import write_atomically as write_atomically
 from rolecall.record.records import FOLDER as TRACE
 
+RUNS = Path("runs")  # where runs without a CHECKPOINT_DIR are
+A_RUN = "a run's name or folder"  # what commands take
+RUN_NAME = re.compile(r"(?!\d+$)[a-zA-Z0-9][\w.-]{0,62}", re.ASCII)
 COORDINATOR_LOCK = ".coordinator.lock"
 WRITER_LOCK = ".writer.lock"
 GENERATION = "generation.json"
 DONE = "DONE"
 FAILED = "FAILED"
 PAGE = "page.html"
+OUTPUT = "output.log"  # what `rolecall run --plain` prints, if the run is detached
 FILES = "files"  # a folder, for files of the job's own
 SINKS = ("tensorboard", "mlflow", "wandb")  # folders of the sinks
 SHARDS = "shards"  # a folder with one of each checkpoint that has shards, called as the checkpoint
@@ -202,12 +207,37 @@ def prune_shards(directory: Path, kept: Collection[str], dropped: Collection[str
 
 
 class TakenError(UsageError):
-    """Another process holds the lock."""
+    """Another run is at work in `directory`, which `variable` names."""
+
+    def __init__(self, directory: Path, variable: str = "CHECKPOINT_DIR") -> None:
+        super().__init__(f"{variable}={directory}: is in use by another running job; give each its own directory")
 
 
 def of_run(job: str) -> Path:
     """The directory of a run of `job` that begins now, without a CHECKPOINT_DIR."""
-    return Path("runs") / f"{job}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return RUNS / f"{job}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def named(name: str, is_given: bool) -> Path:
+    """The directory of the run `name`. Raises UsageError for what is no name, and if CHECKPOINT_DIR `is_given` too."""
+    if not RUN_NAME.fullmatch(name):
+        raise UsageError(
+            f"--name {name!r}: must be up to 63 letters, digits, '_', '-' and '.', begin with a letter or a digit, and "
+            "not be a number"
+        )
+    if is_given or config.exported("CHECKPOINT_DIR"):
+        raise UsageError(f"--name {name}: is the folder {RUNS / name}; leave CHECKPOINT_DIR out")
+    return RUNS / name
+
+
+def find(run: str) -> Path:
+    """The directory of the run that a command names by its folder, or else by its name. A folder that holds no run, as
+    `rolecall new` makes one, is not meant if there is a run of that name."""
+    folder, of_name = Path(run), RUNS / run
+    with contextlib.suppress(OSError):  # too long a name
+        if "/" not in run and run[:1] not in ("", ".") and of_name.is_dir() and not (folder / "logs").is_dir():
+            return of_name
+    return folder
 
 
 def lock(directory: Path, name: str, timeout: float, variable: str = "CHECKPOINT_DIR") -> FileLock:
@@ -221,8 +251,7 @@ def lock(directory: Path, name: str, timeout: float, variable: str = "CHECKPOINT
         directory.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        problem = "is in use by another running job; give each its own directory"
-        raise TakenError(f"{variable}={directory}: {problem}") from None
+        raise TakenError(directory, variable) from None
     except OSError as error:
         raise UsageError(f"{variable}={directory}: cannot be written ({error.strerror})") from error
     return lock

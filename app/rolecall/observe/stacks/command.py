@@ -13,6 +13,7 @@ from typing import Any
 from rolecall.errors import UsageError
 from rolecall.observe.ask import ask
 from rolecall.observe.stacks import deadlocks, stack_report
+from rolecall.record import rundir
 
 TIMEOUT_SECONDS = 12.0  # for all replies
 RANK = re.compile(r"(?P<role>.+?)(?:[ _-](?P<ordinal>\d+))?")
@@ -35,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
         prog="rolecall stacks",
         description="The stacks of the ranks' workers, what remote calls wait for whom, and deadlocks among them.",
     )
-    parser.add_argument("target", metavar="TARGET", help="HOST:PORT or URL of rank 0's metrics, or a run's folder")
+    about = f"{rundir.A_RUN}, or HOST:PORT or URL of rank 0's metrics"
+    parser.add_argument("target", metavar="TARGET", help=about)
     parser.add_argument("ranks", nargs="*", metavar="RANK", help="show the stacks of these only: ps_0, or a role (all)")
     parser.add_argument("--json", action="store_true", help="every rank's reply and the conclusions, as JSON")
     return parser

@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
     rank 0 is not reached or refuses, and if the file cannot be written."""
     arguments = parser().parse_args(words)
     console = Console(stderr=True)
-    directory = Path(arguments.target)
+    directory = rundir.find(arguments.target)
     if arguments.output and not arguments.output.absolute().parent.is_dir():  # before anything is recorded
         raise UsageError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
     if directory.is_dir() and arguments.seconds is None:
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "target",
         metavar="TARGET",
-        help="a run's CHECKPOINT_DIR; or HOST:PORT or URL of rank 0's metrics, to record now",
+        help=f"{rundir.A_RUN}; or HOST:PORT or URL of rank 0's metrics, to record now",
     )
     parser.add_argument("--seconds", type=_seconds, help=f"how long to record a job that runs ({DEFAULT_SECONDS:g})")
     parser.add_argument(

@@ -153,6 +153,8 @@ def test_commands_reach_the_run(tmp_path: Path) -> None:
     def command() -> None:
         assert control.ask(run, ListRanks()).ranks == (AGENT,)
         assert control.ask(run, KillRank("agent", 0, "")).done == "killed agent_0"
+        with pytest.raises(UsageError, match="rank 0 does not run yet; `rolecall ps"):
+            targets.parse(run)
         with pytest.raises(UsageError, match="size is fixed"):
             control.ask(run, ScaleRole("observer", 3))
         assert control.ask(run, StopRun(now=False)).seconds > 0

@@ -76,11 +76,12 @@ class Slurm:
             self._is_over = True
             return Seen(code=code)
         state, reason, node, nodes = await self._state()
-        if state in WAITING:
-            return Seen(waits=f"job {self._number} of Slurm is {state.lower()} ({reason})")
+        waits = f"{state.lower()} ({reason})" if state in WAITING else ""
+        ranks = tuple(ListedRank(role, ordinal, 0, waits or state.lower(), nodes) for role, ordinal in self._ranks)
+        if waits:
+            return Seen(ranks, f"job {self._number} of Slurm is {waits}")
         if state in RUNNING:
             self._over_since = 0.0
-            ranks = tuple(ListedRank(role, ordinal, 0, state.lower(), nodes) for role, ordinal in self._ranks)
             return Seen(ranks, url=await self._url(node))
         now = asyncio.get_running_loop().time()
         self._over_since = self._over_since or now

@@ -129,10 +129,17 @@ def test_needs_of_roles_are_options(capsys: pytest.CaptureFixture[str], tmp_path
     lead, worker = " ".join(options(script(capsys, "needy.py"))).split(" hetjob ")
     assert "cpus" not in lead
     assert worker.endswith("--cpus-per-task=2 --mem-per-cpu=1954M")
+    assert options(script(capsys, "needy.py", "--role=worker=--mem=8G"))[-1] == "--mem=8G"  # sbatch refuses both
+    (tmp_path / "alone.py").write_text(
+        "from rolecall import Job, Role\ndef lead(c): ...\nJOB = Job([Role('lead', lead, cpus=2)])\n"
+    )
+    text = script(capsys, "alone.py", "--nodes=1")
+    assert "--cpus-per-task=2" in options(text)
+    assert "het" not in text  # srun finds no component in a job of one
 
 
 def test_the_job_is_submitted_and_followed(capfd: pytest.CaptureFixture[str], slurm: Path, tmp_path: Path) -> None:
-    squeue(slurm, "PENDING|Resources||", "RUNNING|None|node7|node[7-8]")
+    squeue(slurm, "PENDING|Resources||71|", "RUNNING|None|node7|71|node[7-8]")
     assert __main__.main(["run", "rl", "--on=slurm", "--plain", "--checkpoint-dir=kept"]) == 3
     said = capfd.readouterr().out.splitlines()
     kept = tmp_path / "kept"
@@ -148,7 +155,7 @@ def test_a_job_that_slurm_has_ended_says_so(
     capfd: pytest.CaptureFixture[str], slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rolecall.launch.slurm.SETTLE_SECONDS", 0.0)
-    squeue(slurm, "TIMEOUT|None|node7|node7", ends=False)
+    squeue(slurm, "TIMEOUT|None|node7|71|node7", ends=False)
     assert __main__.main(["run", "rl", "--on=slurm", "--plain", "--name=kept"]) == 1
     assert "rolecall: job 71 of Slurm is timeout; the same command resumes it" in capfd.readouterr().err
 

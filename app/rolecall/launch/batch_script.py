@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ TOKEN_FILE, CODE_FILE, DRAINING = "job-token", "slurm-exit-code", "slurm-drainin
 LEFT = 75  # exit code of ranks that leave before the job's end: EX_TEMPFAIL
 RESTARTS = 5  # of a rank that crashes, in a row
 DRAIN_SECONDS = 60  # before the time limit
+MEMORY = re.compile(r"--mem(-per-[cg]pu)?[= ]")
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,10 @@ class Resources:
 
 def resources(options: RunOptions, job: Description) -> Resources:
     """What the flags and the job's roles ask for. Raises UsageError."""
-    roles = _by_role(options.roles, job)
     common = [_options(text, "--sbatch") for text in options.sbatch]
+    roles = _by_role(options.roles, job, common)
+    if len(roles) == 1:  # srun knows no components of such a job
+        common, roles = [*common, *roles[job.roles[0].name]], {}
     if options.nodes is None:
         return Resources(common, roles)
     if roles:
@@ -45,21 +49,25 @@ def resources(options: RunOptions, job: Description) -> Resources:
     return Resources([f"--nodes={options.nodes}", *common], roles)
 
 
-def _by_role(given: Sequence[str], job: Description) -> dict[str, list[str]]:
-    """The options for each role, by role; empty if there are none for any. Raises UsageError."""
-    options = {name: _of_needs(needs) for name, needs in job.needs.items()}
+def _by_role(given: Sequence[str], job: Description, common: Sequence[str]) -> dict[str, list[str]]:
+    """The options for each role besides `common` ones, by role; empty if there are none for any. Raises UsageError."""
+    texts: dict[str, list[str]] = {name: [] for name in job.needs}
     for text in given:
         name, _, rest = text.partition("=")
-        if name not in options:
-            raise UsageError(f"--role={text}: no role {name!r} in {job.name} ({', '.join(options)})")
-        options[name].append(_options(rest, f"--role={name}"))
+        if name not in texts:
+            raise UsageError(f"--role={text}: no role {name!r} in {job.name} ({', '.join(texts)})")
+        texts[name].append(_options(rest, f"--role={name}"))
+    options = {
+        name: _of_needs(needs, " ".join([*common, *texts[name]])) + texts[name] for name, needs in job.needs.items()
+    }
     return options if any(options.values()) else {}
 
 
-def _of_needs(needs: Needs) -> list[str]:
+def _of_needs(needs: Needs, text: str) -> list[str]:
+    """The options for `needs`, beside those in `text`: sbatch refuses two of its options for memory."""
     cpus = math.ceil(needs.cpus or 1)
     options = [f"--cpus-per-task={cpus}"] if needs.cpus else []
-    if needs.memory_mb:
+    if needs.memory_mb and not MEMORY.search(text):
         options.append(f"--mem-per-cpu={math.ceil(needs.memory_mb * 10**6 / 2**20 / cpus)}M")
     return options + ([f"--gpus-per-task={needs.gpus}"] if needs.gpus else [])
 
@@ -108,7 +116,9 @@ def batch_script(job: Description, variables: Mapping[str, str], resources: Reso
         "# if Slurm starts the job again, it resumes",
         '[ -z "${SLURM_RESTART_COUNT:-}" ] || export RESUME=1',
         "code=0",
+        f'if [ -e "$CHECKPOINT_DIR/{DRAINING}" ]; then code={LEFT}; else',  # there was no rank to signal
         _srun(rank, job, resources),
+        "fi",
         "# ranks that left before the job's end, such as at its time limit, have saved",
         f'if [ "$code" = {LEFT} ] && ! [ -e "$CHECKPOINT_DIR/{DRAINING}" ]; then scontrol requeue "$SLURM_JOB_ID"',
         f'else echo "$code" > "$CHECKPOINT_DIR/{CODE_FILE}"; fi',

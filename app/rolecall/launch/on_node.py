@@ -1,4 +1,5 @@
-"""`python -m rolecall.launch.on_node JOB RANK [PART]`: kills a rank's processes on this node of a job of Slurm."""
+"""`python -m rolecall.launch.on_node NUMBER JOB RANK [PART]`: kills a rank's processes on this node of the job, or the
+component, with that number of Slurm's."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import psutil
 
-from rolecall import config, machine
+from rolecall import machine
 
 LIST_SECONDS = 30.0  # for Slurm to list the processes
 
@@ -32,9 +33,9 @@ def kill(job: str, rank: str, part: str, tasks: Iterable[int]) -> list[str]:
 
 def main(words: Sequence[str]) -> None:
     """Runs the command with `words`."""
-    job, rank, part = [*words, ""][:3]
+    number, job, rank, part = [*words, ""][:4]
     listed = subprocess.run(
-        ["scontrol", "listpids", config.exported("SLURM_JOB_ID")],
+        ["scontrol", "listpids", number],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -22,7 +22,9 @@ from rolecall.record import rundir
 SCRIPT_FILE, NUMBER_FILE = "job.sh", "slurm-job"  # in the run's directory
 COMMAND_SECONDS = 60.0  # for a command of Slurm's to answer
 SETTLE_SECONDS = 10.0  # for the exit code to be seen on a shared file system, once the job is over
-POLL_SECONDS = 0.5  # between two looks at the output
+POLL_SECONDS = 0.5  # between two looks at the output, or for the ranks' step
+STEP_SECONDS = 30.0  # from a job's start to that of its ranks
+READ_BYTES = 2**20  # of the output at once
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESIZING")
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 UNKNOWN = "slurm"  # in the place of a rank, for lines that no task has written
@@ -34,7 +36,7 @@ class Slurm:
     engine = SLURM
 
     def __init__(self, job: Description, settings: Settings, options: RunOptions, directory: Path) -> None:
-        self._job, self._directory, self._metrics_port = job, directory, settings.metrics_port
+        self._job, self._directory = job, directory
         self._variables = batch_script.variables(job, settings, directory)
         self._resources = batch_script.resources(options, job)
         self.token_file = self._variables.get("JOB_TOKEN_FILE", "")
@@ -57,9 +59,9 @@ class Slurm:
                     log.unlink()  # they are written anew
                 return f"follows job {self._number} of Slurm, which is {state.lower()}"
         script = self._directory / SCRIPT_FILE
-        for name in (batch_script.CODE_FILE, batch_script.DRAINING):
-            (self._directory / name).unlink(missing_ok=True)
         with UsageError.wrap(f"CHECKPOINT_DIR={self._directory}: cannot be written", OSError):
+            for name in (batch_script.CODE_FILE, batch_script.DRAINING):
+                (self._directory / name).unlink(missing_ok=True)
             script.write_text(self.manifest())
         try:
             said = await _slurm("sbatch", "--parsable", str(script))
@@ -75,9 +77,12 @@ class Slurm:
         if (code := self._code()) is not None:
             self._is_over = True
             return Seen(code=code)
-        state, reason, node, nodes = await self._state()
+        state, reason, node, components = await self._state()
         waits = f"{state.lower()} ({reason})" if state in WAITING else ""
-        ranks = tuple(ListedRank(role, ordinal, 0, waits or state.lower(), nodes) for role, ordinal in self._ranks)
+        ranks = tuple(
+            ListedRank(role, ordinal, 0, waits or state.lower(), components[self._component(role)][1])
+            for role, ordinal in self._ranks
+        )
         if waits:
             return Seen(ranks, f"job {self._number} of Slurm is {waits}")
         if state in RUNNING:
@@ -97,20 +102,27 @@ class Slurm:
             return int((self._directory / batch_script.CODE_FILE).read_text())
         return None
 
-    async def _state(self) -> tuple[str, str, str, str]:
-        """The job's state, the reason for it, its first node and all nodes; the state is empty if Slurm has forgotten
-        the job."""
+    def _component(self, role: str) -> int:
+        """The number of the component that has a role's ranks; 0 if the job is not heterogeneous."""
+        return [*self._resources.roles].index(role) if self._resources.roles else 0
+
+    async def _state(self) -> tuple[str, str, str, list[tuple[str, str]]]:
+        """The job's state, the reason for it, its first node, and the number and the nodes of each component; the state
+        is empty if Slurm has forgotten the job."""
         try:
             said = await _slurm(
-                "squeue", "--noheader", "--states=all", f"--jobs={self._number}", "--format=%T|%r|%B|%N"
+                *("squeue", "--noheader", "--states=all", "--sort=i"),
+                *(f"--jobs={self._number}", "--format=%T|%r|%B|%A|%N"),
             )
         except UsageError as error:
             if "Invalid job id" not in str(error):
                 raise
             said = ""
-        parts = [line.split("|") for line in said.splitlines() if line.count("|") == 3] or [[""] * 4]
-        state, reason, node, _ = parts[0]
-        return state, reason, node, ",".join(part[3] for part in parts)
+        parts = [line.split("|") for line in said.splitlines() if line.count("|") == 4]
+        state, reason, node, *_ = parts[0] if parts else [""] * 3
+        components = [(number, nodes) for *_, number, nodes in parts]
+        missing = max(1, len(self._resources.roles)) - len(components)
+        return state, reason, node, components + [("", "")] * missing
 
     async def _url(self, node: str) -> str:
         """Where rank 0 serves its metrics."""
@@ -127,17 +139,21 @@ class Slurm:
         """See `Cluster`: each line of the output begins with the number of its task."""
         path, position, rest = batch_script.output_file(self._directory, self._number), 0, b""
         while True:
-            is_last = self._is_over
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            is_last, data = self._is_over, b""
+            with (
+                UsageError.wrap(f"{path}: cannot be read", OSError),
+                contextlib.suppress(FileNotFoundError),
+                path.open("rb") as file,
+            ):
                 file.seek(position)
-                data = file.read()
-                position += len(data)
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    yield self._split(line)
-            if is_last:
+                data = file.read(READ_BYTES)
+            position += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                yield self._split(line)
+            if is_last and not data:
                 return
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(0.0 if data else POLL_SECONDS)
 
     def _split(self, line: bytes) -> tuple[str, bytes]:
         label, divider, text = line.partition(b": ")
@@ -147,22 +163,18 @@ class Slurm:
         return UNKNOWN, line + b"\n"
 
     async def kill(self, role: str, ordinal: int, part: str) -> str:
-        """See `Cluster`: on each node, a task looks for the rank's processes."""
-        state, _, _, nodes = await self._state()
+        """See `Cluster`: on each node of the rank's role, a task looks for its processes."""
+        state, _, _, components = await self._state()
         if state != "RUNNING":
             raise UsageError(f"job {self._number} of Slurm is {state.lower()}: no rank has a process")
-        groups = [f"--het-group=0-{len(self._job.roles) - 1}"] if self._resources.roles else []
+        component = self._component(role)
+        number, nodes = components[component]
+        count = len([*placement.hosts(nodes)])
+        groups = [f"--het-group={component}"] if self._resources.roles else []
         said = await _slurm(
-            *(
-                "srun",
-                f"--jobid={self._number}",
-                "--overlap",
-                "--ntasks-per-node=1",
-                "--ntasks",
-                str(len([*placement.hosts(nodes)])),
-            ),
-            *groups,
-            *(sys.executable, "-P", "-m", "rolecall.launch.on_node"),
+            *("srun", f"--jobid={self._number}", *groups, "--overlap"),
+            *("--ntasks-per-node=1", f"--nodes={count}", f"--ntasks={count}"),
+            *(sys.executable, "-P", "-m", "rolecall.launch.on_node", number),
             *(self._job.name, name_of((role, ordinal)), part),
         )
         killed = [line for line in said.splitlines() if line.startswith("killed ")]
@@ -180,13 +192,30 @@ class Slurm:
     async def end(self, now: bool) -> None:
         """See `Cluster`: SIGTERM has ranks save and leave; a job that waits is cancelled."""
         (self._directory / batch_script.DRAINING).touch()  # it is not to be started again
-        state, *_ = await self._state()
         if now:
-            await _slurm("scancel", "--signal=KILL", "--full", self._number)
-        if now or state in WAITING:
+            state, *_ = await self._state()
+            if state in RUNNING:
+                await _slurm("scancel", "--signal=KILL", "--full", self._number)
             await _slurm("scancel", self._number)
-        else:
+            return
+        try:
+            async with asyncio.timeout(STEP_SECONDS):
+                while True:
+                    state, *_ = await self._state()
+                    if state not in RUNNING or await self._has_ranks():
+                        break
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise UsageError(f"job {self._number} of Slurm has started no rank for {STEP_SECONDS:g} s") from None
+        if state in WAITING:
+            await _slurm("scancel", self._number)
+        elif state in RUNNING:
             await _slurm("scancel", "--signal=TERM", self._number)
+
+    async def _has_ranks(self) -> bool:
+        """Whether the job's first step, whose tasks a signal reaches, is there."""
+        steps = await _slurm("squeue", "--noheader", "--steps", f"--jobs={self._number}", "--format=%i")
+        return any(step.endswith(".0") for step in steps.split())
 
     async def fetch(self) -> None:
         """See `Cluster`: nodes write to the directory itself."""

@@ -183,15 +183,16 @@ def test_a_run_is_reached_by_its_name(slurm: Slurm) -> None:
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    run = Submitted(slurm, "mine", "--nodes=2")
+    roles = ["--role=lead=--nodelist=node3", "--role=worker=--nodelist=node1"]
+    run = Submitted(slurm, "mine", *roles)
     run.trains()
-    assert re.search(r"^worker_0 +supervisor +node\S+ +running$", command("ps", "mine"), re.MULTILINE)
-    assert "killed worker_0 on node" in command("kill", "mine", "worker_0")
+    assert re.search(r"^worker_0 +supervisor +node1 +running$", command("ps", "mine"), re.MULTILINE)
+    assert "killed worker_0 on node1" in command("kill", "mine", "worker_0")
     assert "is fixed" in command("scale", "mine", "worker=2", code=2)
     run.trains()
     run.process.kill()  # the run goes on
     run.process.wait()
-    again = command("run", str(PROGRAM), "--on=slurm", "--name=mine", "--detach")
+    again = command("run", str(PROGRAM), "--on=slurm", "--name=mine", "--detach", *roles)
     assert again.startswith("mine\n")
     assert f"follows job {run.number} of Slurm" in (run.folder / "output.log").read_text()
     run.trains()

@@ -63,7 +63,6 @@ COMMANDS = {
         "kill",
         "kill_parser",
     ),
-    "launch": Command("rolecall.launch.slurm", "submit a job to a cluster's scheduler: Slurm"),
     "scale": Command(
         "rolecall.launch.commands",
         "change how many ranks an elastic role of a local run has",

@@ -126,6 +126,11 @@ def _set_title(title: str) -> None:
     setproctitle.setthreadtitle(TITLE.rstrip(": "))
 
 
+def is_named(process: psutil.Process, job: str, rank: str, part: str) -> bool:
+    """Whether `name_process` has named it so, for a `rank` such as observer_1. Raises psutil.Error."""
+    return _title(process) == f"{TITLE}{job} {rank} {part}"
+
+
 def part_of(process: psutil.Process) -> str:
     """The part in a process's title; the program's name if it has none. Raises psutil.Error."""
     title = _title(process)

@@ -61,6 +61,11 @@ class Placement:
         return first + 2 * ((self.seed + number) % SLOTS)
 
 
+def rank0_metrics_port(job: int) -> int:
+    """The METRICS_PORT of rank 0 in the first step of Slurm's job with that number."""
+    return FIRST_METRICS_PORT + 2 * (JOB_STRIDE * job % SLOTS)
+
+
 def find(environ: Mapping[str, str]) -> Placement | None:
     """The placement of a process with the environment `environ`; None if neither srun nor torchrun has started it, or
     if torchrun has started a process that has given it a ROLE since.

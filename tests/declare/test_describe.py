@@ -161,7 +161,10 @@ def test_help_is_the_jobs(asked: Asked, capfd: pytest.CaptureFixture[str]) -> No
         asked(["--help"])
     assert ended.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
-    assert "usage: rolecall run pi.py [--plain] [--in-process] [--on ENGINE] [--SETTING VALUE]... estimates pi" in text
+    assert (
+        "usage: rolecall run pi.py [--on ENGINE] [--name NAME] [--detach] [--in-process] [--plain] [--SETTING VALUE]..."
+        in text
+    )
     assert "settings of pi.py: --samplers int members that sample" in text
     assert "--checkpoint-dir" in text
     assert "--key" not in text  # a secret, which every user of the machine could read among the arguments

@@ -48,7 +48,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "here"
 
 
-def test_an_engine_is_local_hosts_or_docker() -> None:
+def test_what_names_an_engine() -> None:
     assert flags.take_options(["--on", "hosts:a,b"])[0] == flags.take_options(["--hosts", "a,b"])[0]
     assert flags.take_options(["--on=local"])[0] == flags.take_options([])[0]
     options, others = flags.take_options(["--on", "docker", "--seed=2", "--image", "mine:v2"])
@@ -64,7 +64,9 @@ def test_an_engine_is_local_hosts_or_docker() -> None:
         (["--on", "hosts:a", "--hosts", "b"], "--hosts"),
         (["--on", "docker", "--hosts", "b"], "--hosts"),
         (["--on", "docker", "--in-process"], "--in-process"),
-        (["--on", "docker", "--role", "a=b"], "--role"),
+        (["--role", "a=b"], "--role"),
+        (["--on", "docker", "--nodes", "2"], "--nodes: needs --on slurm"),
+        (["--on", "slurm", "--image", "mine"], "--image: needs --on docker or kubernetes"),
         (["--image", "mine"], "--image"),
     ],
 )

@@ -53,7 +53,7 @@ class Run:
         (folder / "logs").mkdir()
         targets.publish(folder, [Address(rank.name, "http://127.0.0.1:7/metrics")], "", str(folder / "control"))
 
-    def scale(self, role: str, count: int) -> str:
+    async def scale(self, role: str, count: int) -> str:
         if role != "observer":
             raise UsageError(f"{role}: is no elastic role")
         self.scaled.append((role, count))

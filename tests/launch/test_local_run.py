@@ -89,20 +89,20 @@ def test_ranks_are_added_and_dropped(run: LocalRun) -> None:
             await run.kill("agent", 0, "")
         over = asyncio.create_task(run.run())
         await up(run, 3)
-        run.scale("observer", 4)
+        await run.scale("observer", 4)
         await up(run, 5)
         assert [rank.name for rank in run.ranks][1:] == [f"observer_{number}" for number in range(4)]
         ports = [rank.environment[name] for rank in run.ranks for name in ("PORT", "METRICS_PORT")]
         assert len({*ports}) == len(ports)
         dropped = [weakref.ref(rank) for rank in run.ranks[2:]]
-        run.scale("observer", 1)
+        await run.scale("observer", 1)
         await until(lambda: len(run.ranks) == 2)
         await until(lambda: gc.collect() >= 0 and not any(rank() for rank in dropped))  # nothing holds them
         assert [rank.name for rank in run.ranks] == ["agent_0", "observer_0"]
         assert not over.done()
         for role, count in (("agent", 2), ("nobody", 1), ("observer", 0), ("observer", 10**6)):
             with pytest.raises(UsageError, match=f"^{role}"):
-                run.scale(role, count)
+                await run.scale(role, count)
         os.kill(os.getpid(), signal.SIGINT)
         return await asyncio.wait_for(over, DEADLINE)
 

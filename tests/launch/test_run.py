@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,15 @@ def test_a_run_in_one_process() -> None:
 
 
 def test_ctrl_c_drains() -> None:
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt() -> None:
+        end = time.monotonic() + DEADLINE
+        while signal.getsignal(signal.SIGINT) is before and time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(Drained, match="drained at step"):
         rolecall.run(JOB, in_process=True, workers=3)
 

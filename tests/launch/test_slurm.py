@@ -1,4 +1,4 @@
-"""`rolecall launch slurm`: the script that it writes, and what it says if it cannot submit one."""
+"""`rolecall run --on slurm`: the script that it submits, how it follows the job, and what it says if it cannot."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ from rolecall import __main__, config
 from rolecall.config import Settings
 from rolecall.declare import registry
 from rolecall.errors import USAGE
+from rolecall.launch import followed
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = """#!/bin/bash
 [ "$1" = --parsable ] || exit 1
 [ -z "$REFUSED" ] || { echo "sbatch: error: $REFUSED" >&2; exit 1; }
-cp "$2" "$0.got"
+printf '0: one\\n2: two\\nsrun: error: three\\n' > "$(dirname "$2")/slurm-71.out"
+dirname "$2" > "$0.folder"
 echo "71;cluster"
 """
+# prints an answer after the other, and then the job has ended
+SQUEUE = """#!/bin/bash
+answers=$(dirname "$0")/answers
+head -n 1 "$answers"
+[ "$(wc -l < "$answers")" -gt 1 ] && sed -i 1d "$answers" && exit
+[ -e "$answers.last" ] || echo 3 > "$(cat "$(dirname "$0")/sbatch.folder")/slurm-exit-code"
+"""
+SCONTROL = "#!/bin/bash\necho NodeName=$3 NodeAddr=10.0.0.7\n"
 
 
 @pytest.fixture(autouse=True)
@@ -30,18 +40,26 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def sbatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A stand-in on the PATH; the script that it was given."""
-    program = tmp_path / "bin" / "sbatch"
-    program.parent.mkdir()
-    program.write_text(SBATCH)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{config.exported('PATH')}")
-    return program.with_name("sbatch.got")
+def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stand-ins of Slurm's commands on the PATH, in this folder."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name, text in {"sbatch": SBATCH, "squeue": SQUEUE, "scontrol": SCONTROL}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{config.exported('PATH')}")
+    monkeypatch.setattr(followed, "POLL_SECONDS", 0.01)
+    return folder
+
+
+def squeue(folder: Path, *answers: str, ends: bool = True) -> None:
+    """Has squeue give these answers; the job ends with the last one, if it `ends` by itself."""
+    (folder / "answers").write_text("".join(f"{answer}\n" for answer in answers))
+    if not ends:
+        (folder / "answers.last").touch()
 
 
 def script(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert __main__.main(["launch", "slurm", "--dry-run", *words]) == 0
+    assert __main__.main(["run", *words[:1], "--on=slurm", "--dry-run", *words[1:]]) == 0
     text = capsys.readouterr().out
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     return text
@@ -56,7 +74,7 @@ def exports(text: str) -> dict[str, str]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert __main__.main(["launch", "slurm", *words]) == USAGE
+    assert __main__.main(["run", *words[:1], "--on=slurm", *words[1:]]) == USAGE
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -64,6 +82,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_the_script_has_a_task_for_each_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = script(capsys, "rl", "--observers", "4", "--nodes=2", "--sbatch", "--time=1:00:00 -p gpu")
     assert options(text)[:2] == ["--ntasks=5", "--job-name=rl"]
+    assert re.fullmatch(rf"--output={tmp_path}/runs/rl-[\d-]+/slurm-%j.out", options(text)[2])
     assert {"--nodes=2", "--time=1:00:00 -p gpu", "--requeue", "--signal=TERM@60"} <= {*options(text)}
     variables = exports(text)
     assert (variables["JOB"], variables["OBSERVERS"]) == ("rl", "4")
@@ -104,10 +123,41 @@ def test_roles_with_options_are_components(capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"srun .*--het-group=0 .* rank --restarts 5 : --het-group=1 .* rank --restarts 5 ", text)
 
 
-def test_the_script_is_written_and_submitted(capsys: pytest.CaptureFixture[str], sbatch: Path, tmp_path: Path) -> None:
-    assert __main__.main(["launch", "slurm", "rl", "--checkpoint-dir=kept"]) == 0
-    assert "submitted job 71; checkpoints and script in" in capsys.readouterr().out
-    assert sbatch.read_text() == (tmp_path / "kept" / "job.sh").read_text()
+def test_needs_of_roles_are_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    roles = "Role('lead', lead), Role('worker', lead, count=2, cpus=1.5, memory_mb=4096)"
+    (tmp_path / "needy.py").write_text(f"from rolecall import Job, Role\ndef lead(c): ...\nJOB = Job([{roles}])\n")
+    lead, worker = " ".join(options(script(capsys, "needy.py"))).split(" hetjob ")
+    assert "cpus" not in lead
+    assert worker.endswith("--cpus-per-task=2 --mem-per-cpu=1954M")
+    assert options(script(capsys, "needy.py", "--role=worker=--mem=8G"))[-1] == "--mem=8G"  # sbatch refuses both
+    (tmp_path / "alone.py").write_text(
+        "from rolecall import Job, Role\ndef lead(c): ...\nJOB = Job([Role('lead', lead, cpus=2)])\n"
+    )
+    text = script(capsys, "alone.py", "--nodes=1")
+    assert "--cpus-per-task=2" in options(text)
+    assert "het" not in text  # srun finds no component in a job of one
+
+
+def test_the_job_is_submitted_and_followed(capfd: pytest.CaptureFixture[str], slurm: Path, tmp_path: Path) -> None:
+    squeue(slurm, "PENDING|Resources||71|", "RUNNING|None|node7|71|node[7-8]")
+    assert __main__.main(["run", "rl", "--on=slurm", "--plain", "--checkpoint-dir=kept"]) == 3
+    said = capfd.readouterr().out.splitlines()
+    kept = tmp_path / "kept"
+    assert f"rolecall: submitted job 71 of Slurm; its script and output are in {kept}" in said
+    assert "waiting: job 71 of Slurm is pending (Resources)" in said
+    assert any(line.startswith("rolecall: this run as a page: http://10.0.0.7:") for line in said)
+    assert {"agent_0: one", "observer_1: two", "slurm: srun: error: three"} <= {*said}
+    assert said[-1] == f"rolecall: failed (exit code 3); logs in {kept}"
+    assert sorted(path.name for path in kept.iterdir()) == ["logs", "slurm-71.out"]
+
+
+def test_a_job_that_slurm_has_ended_says_so(
+    capfd: pytest.CaptureFixture[str], slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolecall.launch.slurm.SETTLE_SECONDS", 0.0)
+    squeue(slurm, "TIMEOUT|None|node7|71|node7", ends=False)
+    assert __main__.main(["run", "rl", "--on=slurm", "--plain", "--name=kept"]) == 1
+    assert "rolecall: job 71 of Slurm is timeout; the same command resumes it" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -115,7 +165,7 @@ def test_the_script_is_written_and_submitted(capsys: pytest.CaptureFixture[str],
     [
         (["rl", "--nodes=4"], "--nodes=4: the job has 3 ranks, at least one on each node"),
         (["rl", "--nodes=0"], "--nodes=0: the job has 3 ranks"),
-        (["rl", "--nodes=2", "--role=agent=--mem=1G"], "--nodes: with --role, name the nodes of each role"),
+        (["rl", "--nodes=2", "--role=agent=--mem=1G"], "--nodes: roles have options or needs of their own"),
         (["rl", "--role=trainer=--mem=1G"], r"--role=trainer=--mem=1G: no role 'trainer' in rl \(agent, observer\)"),
         (["rl", "--role=agent"], "--role=agent='': is no option of sbatch, such as --time"),
         (["rl", "--sbatch=time"], "--sbatch='time': is no option of sbatch"),
@@ -137,17 +187,17 @@ def test_a_token_in_the_environment_is_refused(
 
 
 def test_without_sbatch_nothing_is_submitted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "sbatch: no such program; run this on a node of a Slurm cluster" in refused(capsys, "rl")
+    assert "sbatch: cannot be run (No such file or directory); use --on slurm on a node" in refused(capfd, "rl")
 
 
 def test_what_sbatch_refuses_is_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sbatch: Path
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, slurm: Path
 ) -> None:
     monkeypatch.setenv("REFUSED", "Batch job submission failed: Invalid account")
-    assert re.search(r"sbatch \S+job\.sh: .*Invalid account", refused(capsys, "rl"))
+    assert re.search(r"sbatch --parsable \S+job\.sh: .*Invalid account", refused(capfd, "rl"))
 
 
 def test_a_rank_that_srun_has_not_started_is_refused(

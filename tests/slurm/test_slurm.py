@@ -1,14 +1,14 @@
-"""Jobs on a real Slurm: what `rolecall launch slurm` submits, to its end, and what becomes of it if it is hurt.
+"""Jobs on a real Slurm: runs of `rolecall run --on slurm`, to their end, and what becomes of them if they are hurt.
 
 The jobs run side by side: most of the time they start.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,39 @@ import pytest
 
 from rolecall import config
 from rolecall.declare import describe
-from rolecall.launch import slurm as launch
+from rolecall.launch.batch_script import output_file
 from rolecall.placement import hosts
 from tests.slurm.cluster import Slurm
 
 PROGRAM = Path(__file__).with_name("gated.py")
+ROLECALL = [sys.executable, "-P", "-m", "rolecall"]
 QUICK = {"CHECKPOINT_INTERVAL": "0.5", "LEASE_SECONDS": "3", "THREADS": "1", "SINKS": "none"}
 DEADLINE = 120.0  # of a job, on a busy machine; a fail-safe
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class Submitted:
-    """A job of two ranks that `rolecall launch slurm` has submitted, or the `number` of one."""
+    """A job of two ranks that `rolecall run --on slurm` has submitted, and follows, in runs/NAME."""
 
     def __init__(self, slurm: Slurm, name: str, *options: str) -> None:
-        self.slurm, self.name, self.folder = slurm, name, slurm.folder / name
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            assert launch.run(["slurm", str(PROGRAM), f"--checkpoint-dir={self.folder}", *options]) == 0
-        self.number = re.findall(r"submitted job (\d+);", output.getvalue())[0]
+        self.slurm, self.name, self.folder = slurm, name, slurm.folder / "runs" / name
+        self.log = slurm.folder / f"{name}.out"
+        command = [*ROLECALL, "run", str(PROGRAM), "--on", "slurm", "--plain", f"--name={name}", *options]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        slurm.until(
+            lambda: self.process.poll() is not None or " of Slurm" in self.said, f"{name} is submitted", DEADLINE
+        )
+        self.number = re.findall(r"job (\d+) of Slurm", self.said)[0]
+
+    @property
+    def said(self) -> str:
+        """What `rolecall run` has shown."""
+        return self.log.read_text()
+
+    def ends(self) -> int:
+        """Waits for `rolecall run`. Returns its exit code."""
+        return self.process.wait(DEADLINE)
 
     @property
     def steps(self) -> int:
@@ -44,7 +58,7 @@ class Submitted:
 
     @property
     def output(self) -> str:
-        file = Path(f"slurm-{self.number}.out")
+        file = output_file(self.folder, self.number)
         return file.read_text() if file.exists() else ""
 
     def is_(self, **expected: str) -> dict[str, str]:
@@ -62,23 +76,20 @@ class Submitted:
 
     def finishes(self) -> dict[str, Any]:
         """Lets the job finish. Returns its result."""
-        self.folder.mkdir(exist_ok=True)
         (self.folder / "gate").touch()
-        shown = self.slurm.waits_for(self.number, *ENDS, timeout=DEADLINE)
-        assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), self.output
+        assert self.ends() == 0, self.said + self.output
+        assert f"finished; checkpoints, logs, summary.json, page.html in {self.folder}" in self.said
         return dict(json.loads((self.folder / "summary.json").read_text())["result"])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment(slurm: Slurm) -> Iterator[None]:
-    """This process is a user's, and knows the job: otherwise each rank would import torch in one more process."""
+    """This process is a user's, and ranks know the job: otherwise each would import torch in one more process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(slurm.folder)
         for name, value in {**slurm.environment, **QUICK}.items():
             patch.setenv(name, value)
-        description = describe.describe(str(PROGRAM))
-        patch.setattr(describe, "ask", describe.describe)
-        patch.setenv(config.DESCRIPTION, description.to_json())
+        patch.setenv(config.DESCRIPTION, describe.describe(str(PROGRAM)).to_json())
         yield
 
 
@@ -98,9 +109,8 @@ def test_two_jobs_at_once_finish_on_one_node(slurm: Slurm, limited: Submitted, h
     jobs = [Submitted(slurm, name, "--sbatch=--nodelist=node5") for name in ("one", "two")]
     for job in jobs:
         assert [node for _, node, _ in job.finishes()["places"]] == ["node5", "node5"]
-        assert (job.folder / "job-token").stat().st_mode & 0o777 == 0o600
+        assert not {*job.folder.glob("*job*")}  # what was made for the run
         assert re.search(r"this run as a page .*url=http://node5:\d{5}/", job.output)
-    assert len({(job.folder / "job-token").read_text() for job in jobs}) == 2
 
 
 def test_a_lost_node_restarts_the_job_which_resumes(slurm: Slurm, hurt: Submitted) -> None:
@@ -132,13 +142,14 @@ def test_at_its_time_limit_a_job_saves_and_is_started_again(slurm: Slurm, limite
 
 def test_a_cancelled_job_has_saved_and_left_nothing(slurm: Slurm, limited: Submitted) -> None:
     limited.trains()
+    assert (limited.folder / "job-token").stat().st_mode & 0o777 == 0o600
     slurm.query("scancel", limited.number)
-    limited.is_(JobState="CANCELLED")
+    assert limited.ends() == 1
+    assert f"rolecall: job {limited.number} of Slurm is cancelled" in limited.said
     slurm.until(lambda: not slurm.query("squeue", "-h", "-j", limited.number), "its end")
     assert not slurm.processes("node1", "rolecall")
     steps = limited.steps
-    limited.number = slurm.query("sbatch", "--parsable", str(limited.folder / "job.sh"))
-    result = limited.finishes()
+    result = Submitted(slurm, "limited", "--nodes=2", "--sbatch=--nodelist=node[1-2]").finishes()
     assert (result["starts"], result["steps"]) == (3, steps + 1)
 
 
@@ -160,9 +171,35 @@ def test_bad_input_is_one_line(slurm: Slurm) -> None:
     (slurm.folder / "plain.sh").write_text(f"#!/bin/bash\n{' '.join(rank)}\n")
     slurm.run("sbatch", "--wait", "--output=plain.out", "plain.sh", JOB="rl", **token)
     assert "rolecall: SLURM_JOB_ID=" in (slurm.folder / "plain.out").read_text()
-    refused = slurm.run("rolecall", "launch", "slurm", "rl", "--sbatch=--partition=none")
+    refused = slurm.run("rolecall", "run", "rl", "--on=slurm", "--name=refused", "--sbatch=--partition=none")
     assert refused.returncode == 2
-    assert re.search(r"^rolecall: sbatch \S+job\.sh: .*invalid partition", refused.stderr)
+    assert re.search(r"^rolecall: sbatch --parsable \S+job\.sh: .*invalid partition", refused.stderr)
+    assert not (slurm.folder / "runs" / "refused").exists()
+
+
+def test_a_run_is_reached_by_its_name(slurm: Slurm) -> None:
+    def command(*words: str, code: int = 0) -> str:
+        done = slurm.run(*ROLECALL, *words, timeout=DEADLINE)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    roles = ["--role=lead=--nodelist=node3", "--role=worker=--nodelist=node1"]
+    run = Submitted(slurm, "mine", *roles)
+    run.trains()
+    assert re.search(r"^worker_0 +supervisor +node1 +running$", command("ps", "mine"), re.MULTILINE)
+    assert "killed worker_0 on node1" in command("kill", "mine", "worker_0")
+    assert "is fixed" in command("scale", "mine", "worker=2", code=2)
+    run.trains()
+    run.process.kill()  # the run goes on
+    run.process.wait()
+    again = command("run", str(PROGRAM), "--on=slurm", "--name=mine", "--detach", *roles)
+    assert again.startswith("mine\n")
+    assert f"follows job {run.number} of Slurm" in (run.folder / "output.log").read_text()
+    run.trains()
+    assert "mine: stopped; checkpoints, logs" in command("stop", "mine")
+    assert "generation" in command("logs", "mine", "lead_0")
+    assert Submitted(slurm, "mine").finishes()["steps"] >= run.steps
+    assert "summary" in command("fetch", "mine")
 
 
 @pytest.mark.parametrize("text", ["a", "n[1-3,7]", "a[08-11,100],b", "rack[0-1]node[1-2]", "gpu-[001-003],cpu[1,5],x"])

@@ -44,8 +44,7 @@ class Flags:
     plain: bool
 
 
-LOCAL, HOSTS, DOCKER, SLURM, KUBERNETES = "local", "hosts", "docker", "slurm", "kubernetes"
-ENGINES = (LOCAL, HOSTS, DOCKER, SLURM, KUBERNETES)
+LOCAL, HOSTS, DOCKER, SLURM, KUBERNETES = ENGINES = "local", "hosts", "docker", "slurm", "kubernetes"
 SUBMITTED = (SLURM, KUBERNETES)  # a cluster holds the ranks, and no process of this machine
 # flags of some engines alone
 FLAGS_OF = {

@@ -1,8 +1,9 @@
 """`rolecall run` and `rolecall.start`: all ranks of a job on this machine, in containers, or on hosts by ssh, and
-commands for them; `rolecall launch`: on a cluster.
+commands for them; or on a cluster.
 
 commands.py      `rolecall ps`, `kill`, `scale` and `stop`: commands for a run, which they reach by its control socket
-clusters.py      `rolecall run JOB --on slurm`, or `kubernetes`: describes the job, and follows its run on the cluster
+batch_script.py  The batch script of a job on Slurm
+clusters.py      `rolecall run JOB --on slurm`: describes the job, and follows its run on the cluster
 containers.py    `rolecall run --on docker`: a container for each rank, and what all of them are given
 control.py       The control socket of `rolecall run`: other commands list its ranks there
 debugger.py      `rolecall debug`: attaches the terminal to a member that is stopped
@@ -24,6 +25,7 @@ logs.py          `rolecall logs`: what the ranks of a run have written
 needs.py         What each member of a role needs, as `--role` gives it, and how many it may have
 notebook.py      A run in a notebook: its state below the cell, until the run is over
 on_hosts.py      `rolecall run --hosts`, or in containers: connects to them, and meanwhile describes the job here
+on_node.py       Kills a rank's processes on a node of Slurm
 output.py        What `rolecall run` prints, by a thread of its own: a terminal that is slow
 pod_states.py    What a run on Kubernetes is, by its objects: its ranks, what they wait for, how it ended
 pods.py          The objects of a run on Kubernetes
@@ -31,7 +33,7 @@ process_run.py   `rolecall.start`: a run whose ranks are processes, held by a pr
 rank_process.py  A rank of `rolecall run`: its process, which is restarted when it crashes, and its log
 run.py           `rolecall.run` and `rolecall.start`: a job is run from Python
 screen.py        What `rolecall run` shows of a run: lines, and the live display of rank 0's state
-slurm.py         `rolecall launch slurm JOB`: writes the batch script of a job and submits it
+slurm.py         `rolecall run --on slurm`: a run whose ranks are tasks of a job of Slurm
 ssh.py           OpenSSH's client: the commands, and what its errors mean
 thread_run.py    `rolecall.start`: a run whose ranks are threads of this process
 """

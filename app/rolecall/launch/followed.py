@@ -1,5 +1,5 @@
-"""A run that a cluster holds, on Slurm or Kubernetes: `rolecall run JOB --on ENGINE` submits it, and follows it from
-here. It goes on if this process ends; the same command finds it again.
+"""A run that a cluster holds, as Slurm does: `rolecall run JOB --on ENGINE` submits it, and follows it from here. It
+goes on if this process ends; the same command finds it again.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Followed:
             code = await self._until_over()
             if code is not None:
                 await asyncio.wait({reading}, timeout=LAST_LINES_SECONDS)
-            last = await self._conclude(code)
+            code, last = await self._conclude(code)
         except UsageError:
             if self._is_new:
                 dispose(self._directory)
@@ -150,7 +150,7 @@ class Followed:
             shutil.rmtree(self._temporary, ignore_errors=True)
             os.close(self._lock)
         self._screen.close(last)
-        return CRASHED if code is None else code
+        return code
 
     async def _until_over(self) -> int | None:
         """Returns the exit code; None if the run is not followed any more, and goes on."""
@@ -225,14 +225,14 @@ class Followed:
             about,
         )
 
-    async def _conclude(self, code: int | None) -> str:
-        """Fetches and deletes what is to be. Returns the last line."""
+    async def _conclude(self, code: int | None) -> tuple[int, str]:
+        """Fetches and deletes what is to be. Returns the exit code, and the last line."""
         if code is None:
             last = (
                 f"not followed any more; it goes on, and the same command with --name {self._directory.name} finds it"
             )
             targets.conclude(self._directory, CRASHED, last)
-            return last
+            return CRASHED, last
         if self._seen.reason and code not in (0, INTERRUPTED):
             self._screen.show(f"rolecall: {self._seen.reason}")
         kept, fetched = "", False
@@ -251,9 +251,9 @@ class Followed:
             code = CRASHED
         if code == USAGE and self._is_new and not has_checkpoints:
             dispose(self._directory)
-            return state_of(code)
+            return code, state_of(code)
         targets.conclude(self._directory, code, last)
-        return last
+        return code, last
 
     # ---- its end
 

@@ -1,218 +1,245 @@
-"""`rolecall launch slurm JOB`: writes and submits the batch script of a job, whose ranks are the tasks of one srun."""
+"""`rolecall run JOB --on slurm`: a run whose ranks are tasks of a job of Slurm, on nodes that see its directory."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import shlex
-import subprocess
+import asyncio
+import contextlib
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-from rolecall import config
+from rolecall import placement
 from rolecall.config import Settings
-from rolecall.declare import describe, flags, registry, sources
 from rolecall.declare.describe import Description
-from rolecall.errors import UsageError
+from rolecall.declare.flags import SLURM, RunOptions
+from rolecall.errors import CRASHED, UsageError
+from rolecall.gang.protocol import name_of
+from rolecall.launch import batch_script, here
+from rolecall.launch.followed import Seen
+from rolecall.messages.control import ListedRank
+from rolecall.record import rundir
 
-SCRIPT_FILE, TOKEN_FILE = "job.sh", "job-token"  # in CHECKPOINT_DIR
-LEFT = 75  # exit code of ranks that leave before the job's end: EX_TEMPFAIL
-RESTARTS = 5  # of a rank that crashes, in a row
-DRAIN_SECONDS = 60  # before the time limit
-SUBMIT_SECONDS = 60.0  # for sbatch to answer
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Options of sbatch: `common` for the whole job; `roles`, by role, each for a component of a heterogeneous job."""
-
-    common: Sequence[str]
-    roles: Mapping[str, Sequence[str]]
-
-
-def parser() -> argparse.ArgumentParser:
-    """The arguments of `rolecall launch`."""
-    parser = argparse.ArgumentParser(
-        prog="rolecall launch",
-        description="Writes a batch script, in which each rank is a task, to CHECKPOINT_DIR and submits it. A setting "
-        "of the job is a flag, as of `rolecall run`.",
-        usage="rolecall launch slurm JOB [--nodes N] [--role ROLE=OPTIONS]... [--sbatch OPTIONS]... [--dry-run] "
-        "[--SETTING VALUE]...",
-        allow_abbrev=False,
-    )
-    parser.add_argument("scheduler", choices=["slurm"])
-    parser.add_argument("job", metavar="JOB", help="as of `rolecall run`; all nodes must see its file")
-    parser.add_argument("--nodes", type=int, metavar="N", help="nodes for the ranks (default: Slurm decides)")
-    parser.add_argument(
-        "--role",
-        action="append",
-        default=[],
-        metavar="ROLE=OPTIONS",
-        help="options of sbatch for the ranks of one role, such as observer='--cpus-per-task=4 --mem=8G'; each role is "
-        "then a component of a heterogeneous job",
-    )
-    parser.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTIONS", help="further options, such as '--time=2:00:00'"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the script; neither write nor submit it")
-    return parser
+SCRIPT_FILE, NUMBER_FILE = "job.sh", "slurm-job"  # in the run's directory
+COMMAND_SECONDS = 60.0  # for a command of Slurm's to answer
+SETTLE_SECONDS = 10.0  # for the exit code to be seen on a shared file system, once the job is over
+POLL_SECONDS = 0.5  # between two looks at the output, or for the ranks' step
+STEP_SECONDS = 30.0  # from a job's start to that of its ranks
+READ_BYTES = 2**20  # of the output at once
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESIZING")
+RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
+UNKNOWN = "slurm"  # in the place of a rank, for lines that no task has written
 
 
-def run(words: Sequence[str]) -> int:
-    """Runs the command with `words`. Returns the exit code. Raises UsageError for wrong settings, and if sbatch is
-    missing or refuses the job."""
-    end = words.index("--") if "--" in words else len(words)
-    arguments, settings = parser().parse_known_args(words[:end])
-    job = _describe(arguments.job, [*settings, *words[end:]])
-    resources = Resources(_common(arguments, job), _by_role(arguments.role, job))
-    directory, variables = _variables(job)
-    script = batch_script(job, variables, resources)
-    if arguments.dry_run:
-        print(script, end="")
-        return 0
-    path = _write(directory, script)
-    number = _submit(path)
-    print(f"rolecall: submitted job {number}; checkpoints and script in {directory}, output in slurm-{number}.out")
-    return 0
+class Slurm:
+    """The job of one run, in `directory`. See `followed.Cluster`. Raises UsageError for options that cannot be."""
 
+    engine = SLURM
 
-def _describe(target: str, words: Sequence[str]) -> Description:
-    target, given = registry.program(target, words)
-    registry.require_target(target)
-    with sources.passed_on(registry.sources_of(target)):
-        return describe.ask(target, given)
+    def __init__(self, job: Description, settings: Settings, options: RunOptions, directory: Path) -> None:
+        self._job, self._directory = job, directory
+        self._variables = batch_script.variables(job, settings, directory)
+        self._resources = batch_script.resources(options, job)
+        self.token_file = self._variables.get("JOB_TOKEN_FILE", "")
+        self._ranks = [(role.name, ordinal) for role in job.roles for ordinal in range(role.count)]  # by task
+        self._number, self._over_since, self._is_over = "", 0.0, False
+        self._node, self._address = "", ""  # the first node
 
+    def manifest(self) -> str:
+        """See `Cluster`: the batch script."""
+        return batch_script.batch_script(self._job, self._variables, self._resources)
 
-def _common(arguments: argparse.Namespace, job: Description) -> list[str]:
-    """The options for every component. Raises UsageError for a number of nodes that cannot be."""
-    options = [_options(text, "--sbatch") for text in arguments.sbatch]
-    if arguments.nodes is None:
-        return options
-    if arguments.role:
-        raise UsageError("--nodes: with --role, name the nodes of each role, such as --role observer=--nodes=2")
-    if not 1 <= arguments.nodes <= job.ranks:
-        raise UsageError(f"--nodes={arguments.nodes}: the job has {job.ranks} ranks, at least one on each node")
-    return [f"--nodes={arguments.nodes}", *options]
+    async def submit(self) -> str:
+        """See `Cluster`."""
+        with contextlib.suppress(OSError):
+            self._number = (self._directory / NUMBER_FILE).read_text().strip()
+        if self._number and not (self._directory / batch_script.CODE_FILE).exists():
+            state, *_ = await self._state()
+            if state in (*WAITING, *RUNNING):
+                for log in (self._directory / "logs").glob("*.log"):
+                    log.unlink()  # they are written anew
+                return f"follows job {self._number} of Slurm, which is {state.lower()}"
+        script = self._directory / SCRIPT_FILE
+        with UsageError.wrap(f"CHECKPOINT_DIR={self._directory}: cannot be written", OSError):
+            for name in (batch_script.CODE_FILE, batch_script.DRAINING):
+                (self._directory / name).unlink(missing_ok=True)
+            script.write_text(self.manifest())
+        try:
+            said = await _slurm("sbatch", "--parsable", str(script))
+        except UsageError:
+            script.unlink()
+            raise
+        self._number = said.splitlines()[-1].partition(";")[0]
+        rundir.write_atomically(self._directory / NUMBER_FILE, f"{self._number}\n".encode())
+        return f"submitted job {self._number} of Slurm; its script and output are in {self._directory}"
 
+    async def look(self) -> Seen:
+        """See `Cluster`."""
+        if (code := self._code()) is not None:
+            self._is_over = True
+            return Seen(code=code)
+        state, reason, node, components = await self._state()
+        waits = f"{state.lower()} ({reason})" if state in WAITING else ""
+        ranks = tuple(
+            ListedRank(role, ordinal, 0, waits or state.lower(), components[self._component(role)][1])
+            for role, ordinal in self._ranks
+        )
+        if waits:
+            return Seen(ranks, f"job {self._number} of Slurm is {waits}")
+        if state in RUNNING:
+            self._over_since = 0.0
+            return Seen(ranks, url=await self._url(node))
+        now = asyncio.get_running_loop().time()
+        self._over_since = self._over_since or now
+        if now - self._over_since < SETTLE_SECONDS:
+            return Seen()
+        self._is_over = True
+        what = state.lower().replace("_", " ") or "unknown to Slurm"
+        return Seen(code=CRASHED, reason=f"job {self._number} of Slurm is {what}; the same command resumes it")
 
-def _by_role(given: Sequence[str], job: Description) -> dict[str, list[str]]:
-    """The options for each role, by role; empty if there are none for any. Raises UsageError."""
-    names, options = [role.name for role in job.roles], dict[str, list[str]]()
-    for text in given:
-        name, _, rest = text.partition("=")
-        if name not in names:
-            raise UsageError(f"--role={text}: no role {name!r} in {job.name} ({', '.join(names)})")
-        options.setdefault(name, []).append(_options(rest, f"--role={name}"))
-    return {name: options.get(name, []) for name in names} if options else {}
+    def _code(self) -> int | None:
+        """What the script has ended with; None if it has not."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self._directory / batch_script.CODE_FILE).read_text())
+        return None
 
+    def _component(self, role: str) -> int:
+        """The number of the component that has a role's ranks; 0 if the job is not heterogeneous."""
+        return [*self._resources.roles].index(role) if self._resources.roles else 0
 
-def _options(text: str, flag: str) -> str:
-    """`text`, which are options of sbatch for one line of the script. Raises UsageError if it is none."""
-    if not text.startswith("-") or not text.isprintable():
-        raise UsageError(f"{flag}={text!r}: is no option of sbatch, such as --time=2:00:00")
-    return text
+    async def _state(self) -> tuple[str, str, str, list[tuple[str, str]]]:
+        """The job's state, the reason for it, its first node, and the number and the nodes of each component; the state
+        is empty if Slurm has forgotten the job."""
+        try:
+            said = await _slurm(
+                *("squeue", "--noheader", "--states=all", "--sort=i"),
+                *(f"--jobs={self._number}", "--format=%T|%r|%B|%A|%N"),
+            )
+        except UsageError as error:
+            if "Invalid job id" not in str(error):
+                raise
+            said = ""
+        parts = [line.split("|") for line in said.splitlines() if line.count("|") == 4]
+        state, reason, node, *_ = parts[0] if parts else [""] * 3
+        components = [(number, nodes) for *_, number, nodes in parts]
+        missing = max(1, len(self._resources.roles)) - len(components)
+        return state, reason, node, components + [("", "")] * missing
 
+    async def _url(self, node: str) -> str:
+        """Where rank 0 serves its metrics."""
+        if not node:
+            return ""
+        if node != self._node:
+            said = await _slurm("scontrol", "show", "node", node, "--oneliner")
+            words = dict(word.split("=", 1) for word in said.split() if "=" in word)
+            self._node, self._address = node, words.get("NodeAddr", node)
+        port = self._variables.get("METRICS_PORT") or placement.rank0_metrics_port(int(self._number))
+        return f"http://{self._address}:{port}/metrics"
 
-def _variables(job: Description) -> tuple[Path, dict[str, str]]:
-    """CHECKPOINT_DIR, and the variables of every rank: the settings that the environment and the flags give."""
-    names = [name.upper() for name in Settings.model_fields if name not in flags.NO_FLAG]
-    given = {name: config.exported(name) for name in (*names, *job.variables) if config.exported(name)}
-    given = {name: value for name, value in given.items() if name.lower() not in job.secrets} | job.flags
-    settings = config.load(
-        Settings, **{name.lower(): value for name, value in given.items() if name.lower() in Settings.model_fields}
-    )
-    if settings.token and settings.job_token_file is None:
+    async def written(self) -> AsyncIterator[tuple[str, bytes]]:
+        """See `Cluster`: each line of the output begins with the number of its task."""
+        path, position, rest = batch_script.output_file(self._directory, self._number), 0, b""
+        while True:
+            is_last, data = self._is_over, b""
+            with (
+                UsageError.wrap(f"{path}: cannot be read", OSError),
+                contextlib.suppress(FileNotFoundError),
+                path.open("rb") as file,
+            ):
+                file.seek(position)
+                data = file.read(READ_BYTES)
+            position += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                yield self._split(line)
+            if is_last and not data:
+                return
+            await asyncio.sleep(0.0 if data else POLL_SECONDS)
+
+    def _split(self, line: bytes) -> tuple[str, bytes]:
+        label, divider, text = line.partition(b": ")
+        task = int(label) if divider and label.strip().isdigit() else -1
+        if 0 <= task < len(self._ranks):
+            return name_of(self._ranks[task]), text + b"\n"
+        return UNKNOWN, line + b"\n"
+
+    async def kill(self, role: str, ordinal: int, part: str) -> str:
+        """See `Cluster`: on each node of the rank's role, a task looks for its processes."""
+        state, _, _, components = await self._state()
+        if state != "RUNNING":
+            raise UsageError(f"job {self._number} of Slurm is {state.lower()}: no rank has a process")
+        component = self._component(role)
+        number, nodes = components[component]
+        count = len([*placement.hosts(nodes)])
+        groups = [f"--het-group={component}"] if self._resources.roles else []
+        said = await _slurm(
+            *("srun", f"--jobid={self._number}", *groups, "--overlap"),
+            *("--ntasks-per-node=1", f"--nodes={count}", f"--ntasks={count}"),
+            *(sys.executable, "-P", "-m", "rolecall.launch.on_node", number),
+            *(self._job.name, name_of((role, ordinal)), part),
+        )
+        killed = [line for line in said.splitlines() if line.startswith("killed ")]
+        if not killed:
+            raise UsageError(f"{name_of((role, ordinal))}: has no process {part!r} on {nodes}")
+        return "; ".join(killed)
+
+    async def scale(self, role: str, count: int) -> str:
+        """See `Cluster`: it cannot."""
         raise UsageError(
-            "JOB_TOKEN: Slurm keeps the environment of a job in files and perhaps in a database; write the token to a "
-            "file of mode 0600 that all nodes see, and name it by JOB_TOKEN_FILE"
+            f"{role}={count}: the number of tasks of a Slurm job is fixed; `rolecall stop` the run, and start it with "
+            "the same --name and another count"
         )
-    stamp = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    directory = Path(given.get("CHECKPOINT_DIR") or Path("runs") / stamp).absolute()
-    variables = {**given, "JOB": job.target, "CHECKPOINT_DIR": str(directory), "LEAVE_CODE": str(LEFT)}
-    if settings.secure and settings.tls_cert is None:
-        variables["JOB_TOKEN_FILE"] = str((settings.job_token_file or directory / TOKEN_FILE).absolute())
-    return directory, variables
+
+    async def end(self, now: bool) -> None:
+        """See `Cluster`: SIGTERM has ranks save and leave; a job that waits is cancelled."""
+        (self._directory / batch_script.DRAINING).touch()  # it is not to be started again
+        if now:
+            state, *_ = await self._state()
+            if state in RUNNING:
+                await _slurm("scancel", "--signal=KILL", "--full", self._number)
+            await _slurm("scancel", self._number)
+            return
+        try:
+            async with asyncio.timeout(STEP_SECONDS):
+                while True:
+                    state, *_ = await self._state()
+                    if state not in RUNNING or await self._has_ranks():
+                        break
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise UsageError(f"job {self._number} of Slurm has started no rank for {STEP_SECONDS:g} s") from None
+        if state in WAITING:
+            await _slurm("scancel", self._number)
+        elif state in RUNNING:
+            await _slurm("scancel", "--signal=TERM", self._number)
+
+    async def _has_ranks(self) -> bool:
+        """Whether the job's first step, whose tasks a signal reaches, is there."""
+        steps = await _slurm("squeue", "--noheader", "--steps", f"--jobs={self._number}", "--format=%i")
+        return any(step.endswith(".0") for step in steps.split())
+
+    async def fetch(self) -> None:
+        """See `Cluster`: nodes write to the directory itself."""
+
+    async def delete(self, keeps_state: bool) -> str:
+        """See `Cluster`."""
+        names = (SCRIPT_FILE, NUMBER_FILE, batch_script.TOKEN_FILE, batch_script.CODE_FILE, batch_script.DRAINING)
+        for name in names:
+            (self._directory / name).unlink(missing_ok=True)
+        return ""
+
+    async def close(self) -> None:
+        """See `Cluster`: there is nothing."""
 
 
-def batch_script(job: Description, variables: Mapping[str, str], resources: Resources) -> str:
-    """The script, whose ranks have `variables`."""
-    python = [sys.executable, "-P", "-m", "rolecall"]  # -P: no module of the folder may replace one of a library
-    rank = shlex.join([*python, "rank", "--restarts", str(RESTARTS)])
-    lines = ["#!/bin/bash", *_head(job, resources), "set -eu"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    lines += ['mkdir -p "$CHECKPOINT_DIR"']
-    if "JOB_TOKEN_FILE" in variables:
-        lines += [
-            "# the ranks' shared secret, which this user alone may read",
-            f'[ -s "$JOB_TOKEN_FILE" ] || (umask 077 && {shlex.join(python)} token > "$JOB_TOKEN_FILE")',
-        ]
-    lines += [
-        "# if Slurm starts the job again, it resumes",
-        '[ -z "${SLURM_RESTART_COUNT:-}" ] || export RESUME=1',
-        "code=0",
-        _srun(rank, job, resources),
-        "# ranks that left before the job's end, such as at its time limit, have saved",
-        f'if [ "$code" = {LEFT} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
-        'exit "$code"',
-    ]
-    return "\n".join([*lines, ""])
-
-
-def _head(job: Description, resources: Resources) -> list[str]:
-    """The options of sbatch; those of a heterogeneous job for each component."""
-    shared = [
-        f"--job-name={shlex.quote(job.name)}",
-        "--requeue",
-        "--open-mode=append",
-        f"--signal=TERM@{DRAIN_SECONDS}",
-    ]
-    shared += resources.common
-    parts = [[f"--ntasks={job.ranks}", *shared]]
-    if resources.roles:
-        parts = [[f"--ntasks={role.count}", *shared, *resources.roles[role.name]] for role in job.roles]
-    lines = [[f"#SBATCH {option}" for option in part] for part in parts]
-    return [line for number, part in enumerate(lines) for line in (["#SBATCH hetjob"] * (number > 0) + part)]
-
-
-def _srun(rank: str, job: Description, resources: Resources) -> str:
-    """The command that starts all ranks. A rank that ends does not end the others; srun takes the CPUs of a task from
-    no option of sbatch."""
-    srun = "srun --kill-on-bad-exit=0 --wait=0 --export=ALL"
-    cpus = "${{SLURM_CPUS_PER_TASK{0}:+--cpus-per-task=$SLURM_CPUS_PER_TASK{0}}}"
-    if not resources.roles:
-        return f"{srun} {cpus.format('')} {rank} || code=$?"
-    parts = [f"--het-group={n} {cpus.format(f'_HET_GROUP_{n}')} {rank}" for n in range(len(job.roles))]
-    return f"{srun} {' : '.join(parts)} || code=$?"
-
-
-def _write(directory: Path, script: str) -> Path:
-    path = directory / SCRIPT_FILE
+async def _slurm(*command: str) -> str:
+    """What a command of Slurm's prints. Raises UsageError if there is none, or if it fails."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(script)
+        code, said = await here.answer(command, COMMAND_SECONDS)
     except OSError as error:
-        raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be written ({error.strerror})") from error
-    return path
-
-
-def _submit(script: Path) -> str:
-    """Submits the script. Returns the number of the job. Raises UsageError."""
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", str(script)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SUBMIT_SECONDS,
-            check=False,
-        )
-    except FileNotFoundError:
-        raise UsageError("sbatch: no such program; run this on a node of a Slurm cluster, or with --dry-run") from None
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"sbatch: has not answered for {SUBMIT_SECONDS:g} s; is slurmctld up?") from None
-    if done.returncode:
-        raise UsageError(f"sbatch {script}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
-    return done.stdout.strip().partition(";")[0]
+        raise UsageError(
+            f"{command[0]}: cannot be run ({error.strerror}); use --on slurm on a node of a Slurm cluster, such as its "
+            "login node, or with --dry-run"
+        ) from error
+    if code:
+        raise UsageError(f"{' '.join(command[:3])}: {' '.join(said.split()) or f'exit code {code}'}")
+    return said

@@ -47,6 +47,8 @@ def parse(text: str) -> Target:
     if text and not text.isdecimal() and (folder := rundir.find(text)).is_dir():
         if not (ranks := ranks_of(folder)):
             raise UsageError(f"TARGET {text!r}: no run is under way there")
+        if not ranks[0].url:
+            raise UsageError(f"TARGET {text!r}: rank 0 does not run yet; `rolecall ps {text}` says what it waits for")
         return Target(text, ranks[0].url.removesuffix("/metrics"), folder)
     scheme, divider, rest = text.partition("://")
     if divider and scheme not in ("http", "https"):

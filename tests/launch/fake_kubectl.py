@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 INDEX = "batch.kubernetes.io/job-completion-index"
 FAULTS = {
@@ -258,6 +256,8 @@ class Cluster:
             return
         self.path("Pod", name).unlink()
         if pid := pod.get("pid"):
+            import psutil  # a tenth of a second, of each kubectl
+
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
                     _send(process.pid, signal.SIGKILL)

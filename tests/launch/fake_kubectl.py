@@ -42,7 +42,7 @@ def install(folder: Path) -> dict[str, str]:
     (folder / "claim").mkdir()
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -P {Path(__file__)} "$@"\n')
     script.chmod(0o755)
-    return {"PATH": f"{script.parent}:{os.environ['PATH']}", "FAKE_KUBECTL": str(folder)}
+    return {"PATH": f"{script.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}", "FAKE_KUBECTL": str(folder)}
 
 
 class Cluster:

@@ -178,6 +178,10 @@ def job(role: str, *conditions: str, ended: bool = False, said: str = "") -> dic
     return {"kind": "Job", "metadata": metadata, "spec": {"completions": 1}, "status": status}
 
 
+def jobset(*conditions: str) -> dict[str, Any]:
+    return {**job("", *conditions), "kind": "JobSet"}
+
+
 def pod(role: str, when: str = "1", **state: dict[str, Any]) -> dict[str, Any]:
     metadata = {"name": f"rl-{role}-0-{when}", "uid": f"{role}{when}", "creationTimestamp": when}
     metadata |= {"labels": {pods.COMPONENT: role, pods.INDEX: "0"}}  # type: ignore[dict-item]
@@ -204,6 +208,12 @@ def dead(code: int, message: str = "", reason: str = "Error") -> dict[str, Any]:
          (USAGE, "rl-observer-0-1: X=1: is wrong")),
         ([job("agent", ended=True), pod("agent", running={})], (None, "")),
         ([job("agent", ended=True)], (INTERRUPTED, "")),
+        # a JobSet deletes the other Jobs once one has failed
+        ([jobset("Failed"), job("observer", "Failed"), pod("observer", terminated=dead(3, "the job failed: E: x"))],
+         (FAILED, "rl-observer-0-1: the job failed: E: x")),
+        ([jobset(), job("agent", "Failed"), pod("observer", terminated=dead(3, "the job failed: E: x"))],
+         (FAILED, "rl-observer-0-1: the job failed: E: x")),
+        ([jobset("Completed")], (0, "")),
         ([], (CRASHED, "its Jobs are gone: someone has deleted them")),
     ],
 )  # fmt: skip
@@ -328,6 +338,12 @@ def test_a_run_whose_follower_was_killed_is_found_and_a_job_that_raises_is_shown
     printed = ended(process)
     assert process.returncode == FAILED, printed
     assert [line for line in printed.splitlines() if line.startswith("rolecall: mine-lead-0-") and "seven" in line]
+    assert "`rolecall resume mine`" in printed.splitlines()[-1]
+
+    assert "forgot" in ask("resume", "mine")
+    printed = ended(run("--steps", "7"))
+    assert "has failed for good" not in printed
+    assert "training" in printed
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from rolecall.config import Settings
 from rolecall.declare import flags
 from rolecall.declare.describe import Description
 from rolecall.declare.flags import RunOptions
-from rolecall.errors import UsageError
+from rolecall.errors import FAILED, UsageError
 from rolecall.gang.protocol import name_of
 from rolecall.launch import fetch, here, hosts, kubectl, needs, pods
 from rolecall.launch.containers import image_named
 from rolecall.launch.followed import Seen
 from rolecall.launch.kubectl import Kubectl, MissingError
 from rolecall.launch.pod_states import Items, Pod
+from rolecall.observe import targets
 from rolecall.record import rundir
 from rolecall.secret import read_token
 from rolecall.tunnel import keys
@@ -105,10 +106,20 @@ class Kubernetes:
             return f"{name} is under way on Kubernetes: found; its settings are those of its start"
         if before.items:
             await self._clear(before)
+        if self._has_claim and self._is_to_resume:
+            async with self._reader() as reader:
+                resume = self._in(reader, "rolecall", "resume", pods.CHECKPOINTS)
+                await self._kubectl.run(*resume)
         self._is_set = self._has_sets
         await self._create()
         resumes = f"; the claim {self._run.claim} has the state of an earlier run" if self._has_claim else ""
         return f"submitted to Kubernetes as {name} (kubectl get pods -l {pods.INSTANCE}={name}){resumes}"
+
+    @property
+    def _is_to_resume(self) -> bool:
+        """Whether `rolecall resume` has forgotten here that the run had failed for good."""
+        last = targets.last_run(self._directory)
+        return last is not None and last.code == FAILED and not (self._directory / rundir.FAILED).exists()
 
     async def _create(self) -> None:
         """Creates all objects. Raises UsageError, and then nothing new is left."""
@@ -286,7 +297,8 @@ class Kubernetes:
             await self._kubectl.run("delete", "pod", pod.name, *AT_ONCE)
             return f"killed {name_of(pod.key)}: deleted the pod {pod.name}; another one replaces it"
         script = f'python -P -m rolecall.launch.in_pod "$1" || echo {NONE}'
-        words = ("exec", pod.name, f"--container={pods.CONTAINER}", "--", "sh", "-c", script, "rolecall", part)
+        command = ("sh", "-c", script, "rolecall", part)
+        words = self._in(pod.name, *command)
         printed = " ".join((await self._kubectl.run(*words, seconds=ACT_SECONDS)).split())
         if printed.endswith(NONE):
             there = ", ".join(filter(None, [printed.removesuffix(NONE).strip(), PART]))
@@ -319,10 +331,13 @@ class Kubernetes:
 
     # ---- its end
 
+    def _in(self, pod: str, *words: str) -> list[str]:
+        """Words of kubectl: run others in a pod."""
+        return ["exec", pod, f"--container={pods.CONTAINER}", "--", *words]
+
     def _place(self, pod: str) -> list[str]:
         folder = f'cd {pods.CHECKPOINTS} && exec "$@"'
-        words = ("exec", pod, f"--container={pods.CONTAINER}", "--", "sh", "-c", folder, "rolecall")
-        return self._kubectl.command(*words)
+        return self._kubectl.command(*self._in(pod, "sh", "-c", folder, "rolecall"))
 
     async def fetch(self) -> None:
         """See `Cluster`: from rank 0's pod if it runs, or by a pod that holds its claim."""
@@ -330,9 +345,12 @@ class Kubernetes:
         if rank0 and rank0.state("running") is not None and not rank0.is_leaving:
             await self._copy(rank0.name)
         elif self._has_begun or self._has_claim:
-            await self._copy_from_claim()
+            async with self._reader() as reader:
+                await self._copy(reader)
 
-    async def _copy_from_claim(self) -> None:
+    @contextlib.asynccontextmanager
+    async def _reader(self) -> AsyncIterator[str]:
+        """A pod that holds the claim."""
         reader = self._run.reader()
         name = reader["metadata"]["name"]
         remove = ("delete", "pod", name, "--ignore-not-found", "--grace-period=0", "--force")
@@ -341,7 +359,7 @@ class Kubernetes:
             await self._kubectl.run(*APPLY, given=json.dumps(reader))
             wait = ("wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={READER_SECONDS}s")
             await self._kubectl.run(*wait, seconds=READER_SECONDS + kubectl.COMMAND_SECONDS)
-            await self._copy(name)
+            yield name
         finally:
             with contextlib.suppress(UsageError):  # it ends by itself
                 await self._kubectl.run(*remove, "--wait=false")
@@ -352,7 +370,8 @@ class Kubernetes:
 
         def copy() -> None:
             names = place.names()
-            files = [*fetch.chosen(names).values(), *({rundir.PAGE} & names)]
+            files = [*fetch.chosen(names).values(), *({rundir.PAGE, rundir.FAILED} & names)]
+            rundir.forget_failed(self._directory)
             if files:
                 place.copy(files, self._directory)
 
@@ -364,7 +383,12 @@ class Kubernetes:
         keeps_state = keeps_state and (self._has_begun or self._has_claim)
         await self._delete(keeps_state, ["--wait=false"])
         (self._directory / TOKEN).unlink(missing_ok=True)
-        return f"the claim {self._run.claim} keeps its state, which the same --name resumes" if keeps_state else ""
+        if not keeps_state:
+            return ""
+        kept, name = f"the claim {self._run.claim} keeps its state", self._directory.name
+        if (self._directory / rundir.FAILED).exists():
+            return f"{kept}: with another setting, or after `rolecall resume {name}`, the same --name resumes it"
+        return f"{kept}, which the same --name resumes"
 
     async def close(self) -> None:
         """See `Cluster`."""

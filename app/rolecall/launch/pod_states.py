@@ -203,18 +203,19 @@ class Items:
             return CRASHED, "its Jobs are gone: someone has deleted them"
         if any(_has(item, "Failed") for item in first):
             return self._failure(lambda pod: pod.key[0] == self.job.roles[0].name, first)
+        if any(_has(item, "Failed") for item in sets):  # whichever Job failed first, the others are deleted
+            return self._failure(lambda pod: True, sets)
         for jobs in others:
             if any(_has(item, "Failed") for item in jobs):
                 code, reason = self._failure(lambda pod: pod.key[0] != self.job.roles[0].name, jobs)
                 # rank 0, which has decided on it, ends with that too, and says why
                 return (code, reason) if code != FAILED else (None, "")
-        if any(_has(item, "Failed") for item in sets):
-            return self._failure(lambda pod: True, sets)
         return self._refused()
 
     def _failure(self, is_meant: Callable[[Pod], bool], owners: Sequence[Object]) -> tuple[int, str]:
-        """Of the pods that are meant, the exit code that says most, and the cause."""
-        failed = [pod for pod in self.pods if is_meant(pod) and pod.code]
+        """Of the pods that are meant, or else that are left, the exit code that says most, and the cause."""
+        left = [pod for pod in self.pods if pod.code]
+        failed = [pod for pod in left if is_meant(pod)] or left
         if not failed:
             said = " ".join(_has(owner, "Failed") for owner in owners)
             code = re.search(r"exit code (\d+)", said)

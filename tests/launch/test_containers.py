@@ -66,7 +66,7 @@ def test_what_names_an_engine() -> None:
         (["--on", "docker", "--in-process"], "--in-process"),
         (["--role", "a=b"], "--role"),
         (["--on", "docker", "--nodes", "2"], "--nodes: needs --on slurm"),
-        (["--on", "slurm", "--image", "mine"], "--image: needs --on docker"),
+        (["--on", "slurm", "--image", "mine"], "--image: needs --on docker or kubernetes"),
         (["--image", "mine"], "--image"),
     ],
 )

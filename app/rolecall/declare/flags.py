@@ -44,17 +44,19 @@ class Flags:
     plain: bool
 
 
-LOCAL, HOSTS, DOCKER, SLURM = ENGINES = "local", "hosts", "docker", "slurm"
-SUBMITTED = (SLURM,)  # a cluster holds the ranks, and no process of this machine
+LOCAL, HOSTS, DOCKER, SLURM, KUBERNETES = ENGINES = "local", "hosts", "docker", "slurm", "kubernetes"
+SUBMITTED = (SLURM, KUBERNETES)  # a cluster holds the ranks, and no process of this machine
 # flags of some engines alone
 FLAGS_OF = {
-    "role": (HOSTS, DOCKER, SLURM),
+    "role": (HOSTS, DOCKER, SLURM, KUBERNETES),
     "python": (HOSTS,),
-    "image": (DOCKER,),
+    "image": (DOCKER, KUBERNETES),
     "nodes": (SLURM,),
     "sbatch": (SLURM,),
-    "dry_run": (SLURM,),
-    "keep": (SLURM,),
+    "context": (KUBERNETES,),
+    "namespace": (KUBERNETES,),
+    "dry_run": (SLURM, KUBERNETES),
+    "keep": (SLURM, KUBERNETES),
 }
 
 
@@ -70,6 +72,8 @@ class RunOptions:
     image: str
     nodes: int | None
     sbatch: tuple[str, ...]
+    context: str
+    namespace: str
     dry_run: bool
     keep: bool  # nothing that was made is deleted at the end
     in_process: bool  # as threads of one process
@@ -91,7 +95,7 @@ def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
         raise UsageError("--hosts: leave it out; --on hosts:HOST,... means the same")
     engine, _, hosts = (given.on or LOCAL if given.hosts is None else f"{HOSTS}:{given.hosts}").partition(":")
     if engine not in ENGINES or (hosts and engine != HOSTS):
-        raise UsageError(f"--on {given.on}: must be local, hosts:HOST,..., docker, or slurm")
+        raise UsageError(f"--on {given.on}: must be local, hosts:HOST,..., docker, slurm, or kubernetes")
     if given.in_process and engine != LOCAL:
         raise UsageError(f"--in-process: runs all ranks in one process; leave {'--on' if given.on else '--hosts'} out")
     if engine == HOSTS and not hosts.strip():
@@ -108,6 +112,8 @@ def take_options(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
         image=given.image,
         nodes=given.nodes,
         sbatch=tuple(given.sbatch),
+        context=given.context,
+        namespace=given.namespace,
         dry_run=given.dry_run,
         keep=given.keep,
         in_process=given.in_process,
@@ -139,7 +145,7 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-process", action="store_true", help="all ranks as threads of one process, to debug a job")
     parser.add_argument(
-        "--on", metavar="ENGINE", help="where ranks run: local (default), hosts:HOST,..., docker, slurm"
+        "--on", metavar="ENGINE", help="where ranks run: local (default), hosts:HOST,..., docker, slurm, kubernetes"
     )
     group = parser.add_argument_group("ranks elsewhere")
     group.add_argument("--hosts", metavar="HOST,...", help="as --on hosts:HOST,...; or a file with a host a line")
@@ -148,16 +154,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="ROLE=TEXT",
         action="append",
         default=[],
-        help="of a role's ranks: their hosts; their options of sbatch; or, on docker, what each needs, "
+        help="of a role's ranks: their hosts; their options of sbatch; or, on docker and kubernetes, what each needs, "
         "such as 'cpus=4 memory_mb=8000 gpus=1'; may be repeated",
     )
     group.add_argument("--python", metavar="PATH", help="the Python on the hosts; default: the path of the one here")
-    group.add_argument("--image", default="", help="of containers; default: IMAGE:TORCH, or rolecall:cpu")
+    group.add_argument("--image", default="", help="of containers and pods; default: IMAGE:TORCH, or rolecall:cpu")
     group.add_argument("--nodes", type=int, metavar="N", help="of Slurm, for all ranks (default: Slurm decides)")
     group.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTIONS", help="of sbatch, such as '--time=2:00:00'"
     )
-    group.add_argument("--dry-run", action="store_true", help="print what would be submitted to slurm")
+    group.add_argument("--context", default="", help="kubectl's (default: the current one)")
+    group.add_argument("--namespace", default="", help="on kubernetes (default: the context's)")
+    group.add_argument("--dry-run", action="store_true", help="print what would be submitted to slurm or kubernetes")
     group.add_argument("--keep", action="store_true", help="delete nothing of the cluster at the end of the run")
 
 

@@ -69,7 +69,7 @@ class Role:
     A worker whose resident memory exceeds `max_memory_mb` (10^6 bytes) fails, and is replaced (None: no limit).
 
     `gpus` is how many GPUs each member gets to itself under `rolecall run` (0: it sees none; None: it sees all). `cpus`
-    and `memory_mb` (10^6 bytes) are what it is given by Docker and Slurm (None: their default).
+    and `memory_mb` (10^6 bytes) are what it is given by Docker, Slurm and Kubernetes (None: their default).
     `preload` lists slow modules to import once, before workers are forked.
     """
 

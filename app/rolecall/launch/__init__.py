@@ -17,13 +17,18 @@ host.py          A host of `rolecall run --hosts`: its connection by ssh, and th
 hosted.py        What `rolecall run --hosts` starts on each host, by ssh: runs ranks there
 hosts.py         `rolecall run --hosts`: which rank runs on which host, and what all of them are given
 in_process.py    `rolecall run --in-process`: all ranks as threads of its own process
+in_pod.py        In a pod of a run on Kubernetes: kills the rank's processes, or a part of them
+kubectl.py       kubectl: runs it, and says in a line what is wrong if it fails
+kubernetes.py    `rolecall run --on kubernetes`: pods of Jobs, which kubectl submits, asks for, and ends
 local.py         All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`
 logs.py          `rolecall logs`: what the ranks of a run have written
-needs.py         What each member of a role needs, as `--role` gives it
+needs.py         What each member of a role needs, as `--role` gives it, and how many it may have
 notebook.py      A run in a notebook: its state below the cell, until the run is over
 on_hosts.py      `rolecall run --hosts`, or in containers: connects to them, and meanwhile describes the job here
 on_node.py       Kills a rank's processes on a node of Slurm
 output.py        What `rolecall run` prints, by a thread of its own: a terminal that is slow
+pod_states.py    What a run on Kubernetes is, by its objects: its ranks, what they wait for, how it ended
+pods.py          The objects of a run on Kubernetes
 process_run.py   `rolecall.start`: a run whose ranks are processes, held by a process of `rolecall run`
 rank_process.py  A rank of `rolecall run`: its process, which is restarted when it crashes, and its log
 run.py           `rolecall.run` and `rolecall.start`: a job is run from Python

@@ -27,7 +27,11 @@ def run(words: Sequence[str]) -> int:
     arguments = parser().parse_args(words)
     folder = rundir.find(arguments.run)
     last = targets.last_run(folder)
-    place = OnHost(last.about.host, last.about.directory) if last and last.about.host else OnThisMachine(folder)
+    place: OnThisMachine | Elsewhere = OnThisMachine(folder)
+    if last and last.about.host:
+        place = OnHost(last.about.host, last.about.directory)
+    elif last and last.about.place and targets.run_in(folder):  # its end copies all of it to the folder
+        place = Elsewhere(f"{last.about.engine}:{folder.name}/", last.about.place)
     files = chosen(place.names())
     if not files:
         raise UsageError(f"RUN {arguments.run!r}: no such run has written a summary, a history or a checkpoint")
@@ -83,12 +87,12 @@ class OnThisMachine:
                 shutil.copy2(self._directory / name, to / name)
 
 
-class OnHost:
-    """A run's `directory` on `host`, with the methods of `OnThisMachine`, which raise UsageError if ssh fails."""
+class Elsewhere:
+    """A run's directory where another command can be run by `place`, with the methods of `OnThisMachine`, which raise
+    UsageError if that fails. `prefix` is its name."""
 
-    def __init__(self, host: str, directory: str) -> None:
-        self._host, self._directory = host, directory
-        self.prefix = f"{host}:{directory}/"
+    def __init__(self, prefix: str, place: Sequence[str], directory: str = ".") -> None:
+        self.prefix, self._place, self._directory = prefix, place, directory
 
     def names(self) -> set[str]:
         """See `OnThisMachine`."""
@@ -107,15 +111,23 @@ class OnHost:
                             shutil.copyfileobj(content, file)
             answer.read()  # what fills the last block
 
+    def _command(self, words: Sequence[str], folder: Path) -> list[str]:
+        """Runs `words` there; `folder` is a temporary one."""
+        return [*self._place, *words]
+
+    def _problem(self, code: int, said: Sequence[str]) -> str:
+        """What is wrong if no command can be run there; empty if the command itself has failed."""
+        return ""
+
     @contextlib.contextmanager
     def _answer(self, command: str) -> Iterator[IO[bytes]]:
-        """What a command of sh prints that runs in the directory. ssh ends it if the host is silent."""
+        """What a command of sh prints that runs in the directory."""
         script = (
             f"cd -- {shlex.quote(self._directory)} && echo {shlex.quote(BEGIN.decode().strip())} && {{ {command}; }}"
         )
         with tempfile.TemporaryDirectory(prefix="rolecall-") as folder, tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
-                ssh.connect(self._host, Path(folder) / "ssh", ["sh", "-c", script]),
+                self._command(["sh", "-c", script], Path(folder)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -128,7 +140,21 @@ class OnHost:
                     yield process.stdout
             errors.seek(0)
             said = errors.read().decode(errors="replace").splitlines()
-        if process.returncode == ssh.FAILED:
-            raise UsageError(ssh.problem(self._host, "sh", process.returncode, said))
+        if problem := self._problem(process.returncode, said):
+            raise UsageError(problem)
         if process.returncode or not line:
             raise UsageError(f"{self.prefix}: cannot be read ({(said or ['no reason given'])[-1]})")
+
+
+class OnHost(Elsewhere):
+    """A run's `directory` on `host`, by ssh, which ends a command if the host is silent."""
+
+    def __init__(self, host: str, directory: str) -> None:
+        super().__init__(f"{host}:{directory}/", (), directory)
+        self._host = host
+
+    def _command(self, words: Sequence[str], folder: Path) -> list[str]:
+        return ssh.connect(self._host, folder / "ssh", words)
+
+    def _problem(self, code: int, said: Sequence[str]) -> str:
+        return ssh.problem(self._host, "sh", code, said) if code == ssh.FAILED else ""

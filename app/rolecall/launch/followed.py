@@ -40,11 +40,13 @@ LAST_LINES_SECONDS = 10.0  # for the rest of what ranks have written
 @dataclass(frozen=True)
 class Seen:
     """A run as its cluster has it: its ranks; why it `waits`, if it does not run yet; the URL of rank 0's metrics as
-    this machine reaches it, if it is known; the exit `code` of a run that is over, and the `reason` if it failed."""
+    this machine reaches it, if it is known; the `place` of rank 0's files, as `targets.About` has it; the exit `code`
+    of a run that is over, and the `reason` if it failed."""
 
     ranks: tuple[ListedRank, ...] = ()
     waits: str = ""
     url: str = ""
+    place: tuple[str, ...] = ()
     code: int | None = None
     reason: str = ""
 
@@ -185,7 +187,8 @@ class Followed:
         if seen.url and seen.url != before.url:
             self._screen.say(f"this run as a page: {seen.url.removesuffix('metrics')}")
             self._draw()
-        if seen.url != before.url or [rank.name for rank in seen.ranks] != [rank.name for rank in before.ranks]:
+        names = [[rank.name for rank in each.ranks] for each in (before, seen)]
+        if (seen.url, seen.place, names[1]) != (before.url, before.place, names[0]):
             self._publish()
 
     def _draw(self) -> None:
@@ -213,7 +216,7 @@ class Followed:
         """Writes down this run for other commands. Raises TakenError and UsageError."""
         rank0 = name_of((self._job.roles[0].name, 0))
         others = [targets.Address(rank.name, "") for rank in self._seen.ranks if rank.name != rank0]
-        about = targets.About(self._job.name, self._cluster.engine, "", str(self._directory))
+        about = targets.About(self._job.name, self._cluster.engine, "", str(self._directory), self._seen.place)
         targets.publish(
             self._directory,
             [targets.Address(rank0, self._seen.url), *others],

@@ -21,6 +21,7 @@ from rolecall.declare import describe
 from rolecall.declare.describe import Description
 from rolecall.errors import USAGE, UsageError
 from rolecall.gang.protocol import name_of
+from rolecall.launch import needs
 from rolecall.launch.containers import Containers
 from rolecall.launch.control import CLOSE_SECONDS, Control
 from rolecall.launch.ended import state_of
@@ -296,12 +297,7 @@ class LocalRun:
     async def scale(self, role: str, count: int) -> str:
         """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what
         is done. Raises UsageError if that is not possible."""
-        spec = next((spec for spec in self.job.roles if spec.name == role), None)
-        if spec is None or not spec.elastic:
-            elastic = ", ".join(spec.name for spec in self.job.roles if spec.elastic) or "none"
-            raise UsageError(f"{role}: is no elastic role of {self.job.name}; those are: {elastic}")
-        if not spec.minimum <= count <= spec.maximum:
-            raise UsageError(f"{role}={count}: the job allows {spec.minimum} to {spec.maximum}")
+        needs.require_scalable(self.job, role, count)
         if self._interrupted.is_set() or self._tasks[self.ranks[0]].done():
             raise UsageError("the run is ending")
         ranks = {rank.ordinal: rank for rank in self.ranks if rank.role == role}

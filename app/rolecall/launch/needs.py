@@ -1,4 +1,4 @@
-"""What each member of a role needs, as `--role ROLE='cpus=4 memory_mb=8000 gpus=1'` gives it."""
+"""What each member of a role needs, as `--role ROLE='cpus=4 memory_mb=8000 gpus=1'` gives it; how many may be there."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def given(job: Description, roles: Sequence[str]) -> Description:
             raise UsageError(f"--role {text}: {job.name} has the roles {', '.join(needs)}")
         needs[role] = _changed(needs[role], words, f"--role {text}")
     return replace(job, needs=needs)
+
+
+def require_scalable(job: Description, role: str, count: int) -> None:
+    """Raises UsageError if `role` is not elastic, or cannot have `count` members."""
+    spec = next((spec for spec in job.roles if spec.name == role), None)
+    if spec is None or not spec.elastic:
+        elastic = ", ".join(spec.name for spec in job.roles if spec.elastic) or "none"
+        raise UsageError(f"{role}: is no elastic role of {job.name}; those are: {elastic}")
+    if not spec.minimum <= count <= spec.maximum:
+        raise UsageError(f"{role}={count}: the job allows {spec.minimum} to {spec.maximum}")
 
 
 def _changed(needs: Needs, words: str, flag: str) -> Needs:

@@ -74,12 +74,14 @@ def parse(text: str) -> Target:
 
 
 class About(Struct, frozen=True):
-    """What a run is: its job, its engine, and where rank 0 keeps its files, `host` being empty for this machine."""
+    """What a run is: its job, its engine, and where rank 0 keeps its files, `host` being empty for this machine. On a
+    cluster, `place` begins a command that runs the words after it in rank 0's folder there."""
 
     job: str = ""
     engine: str = ""
     host: str = ""
     directory: str = ""
+    place: tuple[str, ...] = ()
 
 
 class LocalRun(Struct, frozen=True):

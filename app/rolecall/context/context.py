@@ -220,7 +220,7 @@ class Context(Calls, Training, Generic[S]):
         here = self._passes.begin(self._passes.next_key())
         try:
             with here.entered():
-                yield Gradients(self._passes, here, self._ask)
+                yield Gradients(self._passes, here.key, self._ask)
         finally:
             self._passes.end(here.key)
 

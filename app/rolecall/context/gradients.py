@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rolecall.context.passes import Answer, Backward, InputGradients, Passes, Step, Within, arrived, map_tensors, within
 from rolecall.errors import UsageError
 from rolecall.wire.future import Future
-from rolecall.wire.messages import Forward
+from rolecall.wire.messages import Forward, PassKey
 from rolecall.wire.session import belongs_to
 
 Send = Callable[[str, str, Any], Future[Any]]  # to a peer's worker, a method of its own services, its argument
@@ -30,7 +29,7 @@ class Crossing:
         self._passes, self._here, self._to, self._name, self._send = passes, here, to, name, send
         self._place = passes.next_key()
         self._inputs = list[Tensor]()
-        self.state = here.state
+        self.calls = here.calls
         self._link: Any = None
 
     def leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
@@ -46,7 +45,7 @@ class Crossing:
             return tensor.detach()
 
         args, kwargs = map_tensors((args, kwargs), leave)
-        self.state.calls[self._place] = self._to
+        self.calls.kept[self._place] = self._to
         self._open = True
         return Forward(args, kwargs, self._here.key, self._place, wanted, self._passes.take_dropped(self._to))
 
@@ -78,16 +77,16 @@ class Crossing:
         """The backward pass: the gradients of the `count` inputs. Raises PeerLostError and CallTimeoutError,
         RemoteError for what it has raised at the peer, and UsageError for a second one. Without inputs, it goes on
         while others do, and what it raises is raised at their end."""
-        what, session = f"{self._name} at {self._to}", self.state.session
+        what, session = f"{self._name} at {self._to}", self.calls.session
+        if torch.is_grad_enabled():
+            raise UsageError(f"{what}: create_graph does not cross ranks; leave it out")
         if not self._open:
-            raise UsageError(
-                f"{what}: a backward pass has gone through this call; retain_graph does not cross ranks: call it again"
-            )
+            raise UsageError(f"{what}: a backward pass has gone through it; no graph is retained: call again")
         if session.ended:
             raise session.error()
-        if not self._passes.goes_on(self._here.key, self.state):
+        if not self._passes.goes_on(self._here.key):
             raise UsageError(f"{what}: the block `with context.gradients()` that it was called in is over")
-        self._close()
+        self._open = False
         parameters = torch._C._will_engine_execute_node(self._link)
         message = Backward(self._here.key, self._place, grads, parameters)
         with belongs_to(session):
@@ -103,16 +102,16 @@ class Crossing:
 
     def _end(self, call: Future[Any]) -> tuple[Tensor | None, ...]:
         answer: InputGradients = call.result()
+        self.calls.kept.pop(self._place, None)  # after an error the peer may have something
         self._passes.learn(self._here.key, answer.holders)
         return answer.grads
 
     def _close(self) -> None:
         self._open = False
-        self.state.calls.pop(self._place, None)
+        self.calls.kept.pop(self._place, None)
 
     def __del__(self) -> None:
-        if self._open:
-            self._close()
+        if self._open and self.calls.kept.pop(self._place, None):
             self._passes.drop(self._to, self._here.key, self._place)
 
 
@@ -124,7 +123,6 @@ class _Node(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, None, None, *ctx.crossing.back(grads, ctx.count)
 
@@ -150,7 +148,7 @@ class Differentiable(Future[Any]):
         self._crossing, self._attaching = crossing, threading.Lock()
         self._value: tuple[Any, ...] = ()
         if crossing is not None:
-            crossing.state.futures.add(self)
+            crossing.calls.futures.add(self)
         call.then(self._ended)
 
     def _ended(self, call: concurrent.futures.Future[Any]) -> None:
@@ -171,16 +169,15 @@ class Gradients:
     """The gradients of one pass, which a block `with context.gradients() as gradients` gives. `key` names the pass in a
     method of a peer that takes its gradients itself, by `Context.take_gradients`."""
 
-    def __init__(self, passes: Passes, here: Within, send: Send) -> None:
-        self.key, self._state, self._passes, self._send = here.key, here.state, passes, send
+    def __init__(self, passes: Passes, key: PassKey, send: Send) -> None:
+        self.key, self._passes, self._send = key, passes, send
         self._norm: float | None = None
 
     def _call(self, method: str, argument: Any) -> list[Future[Any]]:
         """Calls all other members that have gradients."""
-        if not self._passes.goes_on(self.key, self._state):
+        if not self._passes.goes_on(self.key):
             raise UsageError(f"{method}: the block `with context.gradients()` is over")
-        peers = sorted(self._state.holders - {self._passes.group.me.name})
-        return [self._send(peer, method, argument) for peer in peers]
+        return [self._send(peer, method, argument) for peer in sorted(self._passes.holders(self.key))]
 
     def norm(self) -> float:
         """The norm of all gradients that `backward` has gathered, at every member."""

@@ -74,23 +74,31 @@ class Kept:
 
 
 @dataclass(eq=False)
-class State:
-    """What this member knows of a pass, which ends with the `session`."""
+class Calls:
+    """The calls that this member makes in a pass, which ends with the `session`. It refers to nothing that was
+    computed: autograd's nodes refer to it, and a circle through them is never collected."""
 
     session: Session
+    kept: dict[PassKey, str] = field(default_factory=dict)  # by place, who may keep something
+    futures: WeakSet[Future[Any]] = field(default_factory=WeakSet)
+
+
+@dataclass(eq=False)
+class State:
+    """What this member knows of a pass."""
+
+    calls: Calls
     forwards: dict[PassKey, Kept | None] = field(default_factory=dict)  # by place; None while it runs
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)  # by parameter
     holders: set[str] = field(default_factory=set)  # others that have gradients
-    calls: dict[PassKey, str] = field(default_factory=dict)  # of others, who may keep a forward pass, by place
-    futures: WeakSet[Future[Any]] = field(default_factory=WeakSet)  # of these
 
 
 class Within:
     """What the thread's calls belong to. Their gradients lead to `root`, so that a backward pass which asks for
     parameters goes through them though none is here."""
 
-    def __init__(self, key: PassKey, state: State) -> None:
-        self.key, self.state, self.root = key, state, torch.zeros((), requires_grad=True)
+    def __init__(self, key: PassKey, calls: Calls) -> None:
+        self.key, self.calls, self.root = key, calls, torch.zeros((), requires_grad=True)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -150,16 +158,21 @@ class Passes:
             if session is not self._session:
                 self._states, self._dropped, self._session = {}, {}, session
                 session.on_end(self._end_session)
-            return Within(key, self._states.setdefault(key, State(session)))
+            return Within(key, self._states.setdefault(key, State(Calls(session))).calls)
 
     def _end_session(self) -> None:
         with self._lock:
             states, self._states, self._dropped = self._states, {}, {}
         states.clear()
 
-    def goes_on(self, key: PassKey, state: State) -> bool:
+    def goes_on(self, key: PassKey) -> bool:
         """Whether a pass that has begun here is not over."""
-        return self._states.get(key) is state
+        return key in self._states
+
+    def holders(self, key: PassKey) -> set[str]:
+        """The other members that have gradients of a pass."""
+        state = self._states.get(key)
+        return state.holders - {self.group.me.name} if state else set()
 
     def end(self, key: PassKey) -> None:
         """A pass is over, here and at every member that was called in it."""
@@ -167,9 +180,10 @@ class Passes:
             state = self._states.pop(key, None)
         if state is None:
             return
-        for future in [*state.futures]:
+        for future in [*state.calls.futures]:
             future.cancel()
-        peers = {*state.holders, *state.calls.values()} - {self.group.me.name}
+        peers = {*state.holders, *state.calls.kept.values()} - {self.group.me.name}
+        state.calls.kept.clear()
         del state  # frees graphs, and with them calls at other members
         self._tell(peers, (), (key,))
         self.flush()
@@ -271,7 +285,7 @@ class Passes:
 
         with self._lock:
             here = self.begin(key)
-            state = here.state
+            state = self._states[key]
             state.forwards[place] = None
         try:
             with torch.enable_grad(), here.entered():
@@ -302,20 +316,18 @@ class Passes:
         known, parameters = [*kept.inputs, kept.root], list[Tensor]()
         if message.parameters:
             parameters = [each for each in leaves(outputs) if all(each is not other for other in known)]
-        wanted = [*kept.inputs, *parameters, *([kept.root] if message.parameters else [])]
+        wanted, count = [*kept.inputs, *parameters, *([kept.root] if message.parameters else [])], len(kept.inputs)
         del used, kept
-        results = torch.autograd.grad(outputs, wanted, grads, allow_unused=True) if wanted else ()
-        del outputs, grads  # and with them the graph
-        count = len(known) - 1
-        with self._lock:
-            is_over = self._states.get(key) is not state or message.place not in state.forwards
-            _add(state.gradients, zip(parameters, results[count:], strict=False))
-            state.forwards.pop(message.place, None)
+        try:
+            results = torch.autograd.grad(outputs, wanted, grads, allow_unused=True) if wanted else ()
+            with self._lock:
+                _add(state.gradients, zip(parameters, results[count:], strict=False))
             holders = state.holders | ({self.group.me.name} if state.gradients or state.holders else set())
-            self._forget_empty(key)
-        if is_over:  # the caller does not learn of them
-            self._tell(holders - {self.group.me.name}, (), (key,))
-        self.flush()
+        finally:
+            del outputs, grads  # and with them the graph
+            self.release(((key, message.place),), ())
+        if not self.goes_on(key):  # the caller does not learn of them
+            self._tell(state.holders, (), (key,))
         return InputGradients(tuple(results[:count]), frozenset(holders))
 
     # ---- gradients of parameters

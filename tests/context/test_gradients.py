@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 
 from rolecall import CallTimeoutError, Context, Job, PeerLostError, RemoteError, Role, Run, Settings, UsageError, remote
 from rolecall.context.passes import Kept
+from rolecall.testing import RunJob
 from rolecall.wire.messages import MAX_RUNNING
+from tests import commands
 from tests.inprocess.jobs import summary_of
 from tests.wire.wires import until
 
+ROOT = Path(__file__).parents[2]
 WIDTH = 4
 NAMES = ("stage_0", "stage_1", "lead_0")
 
@@ -98,8 +102,9 @@ class Member:
         self.go.set()
 
     @remote
-    def gradient(self, key: Any) -> Tensor | None:
-        return self.context.take_gradients(key).get(self.net.linear.weight)
+    def gradients(self, key: Any) -> dict[str, Tensor | None]:
+        gradients = self.context.take_gradients(key)
+        return {name: gradients.get(parameter) for name, parameter in self.net.named_parameters()}
 
     @remote
     def weights(self) -> dict[str, Tensor]:
@@ -200,26 +205,26 @@ def double(*shape: int, seed: int = 0) -> Tensor:
 WORDS = torch.tensor([[1, 2], [2, 5]])
 
 
-def test_gradients_and_steps_are_those_of_one_process_bit_for_bit(tmp_path: Path) -> None:
+def across(context: Any, x: Tensor, one: str, two: str, lead: str) -> Tensor:
     """A diamond, a member that is called twice, a chain, calls back into the caller, and a call whose only parameters
     are another member's."""
+    words = context.call(one, Member.look_up, WORDS)
+    a = context.call(one, Member.layer, x).result()
+    b = context.call(one, Member.layer, a).result()
+    c = context.call(two, Member.chain, a, [lead, one]).result()
+    d = context.call(lead, Member.layer, b * c).result()
+    e = context.call(two, Member.pass_on, WORDS, one).result()
+    return (d * a).sum() + (words.result() * e).sum()  # type: ignore[no-any-return]
 
+
+def test_gradients_and_steps_are_those_of_one_process_bit_for_bit(tmp_path: Path) -> None:
     def test(context: Context[Any], _: Run) -> None:
-        nets, one, two, lead = local(), *context.peers("stage"), context.me
+        nets = local()
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets.values()]
         schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
 
-        def across(x: Tensor) -> Tensor:
-            words = context.call(one, Member.look_up, WORDS)
-            a = context.call(one, Member.layer, x).result()
-            b = context.call(one, Member.layer, a).result()
-            c = context.call(two, Member.chain, a, [lead.name, one.name]).result()
-            d = context.call(lead, Member.layer, b * c).result()
-            e = context.call(two, Member.pass_on, WORDS, one.name).result()
-            return (d * a).sum() + (words.result() * e).sum()
-
         def here(x: Tensor) -> Tensor:
-            first, second, third = (nets[peer.name] for peer in (one, two, lead))
+            first, second, third = nets.values()
             a = torch.tanh(first.linear(x))
             b, c = torch.tanh(first.linear(a)), second.linear(a)
             inner = third.linear(c.sin())
@@ -231,7 +236,7 @@ def test_gradients_and_steps_are_those_of_one_process_bit_for_bit(tmp_path: Path
             for each in optimizers:
                 each.zero_grad()
             with context.gradients() as gradients:
-                loss, expected = across(x), here(y)
+                loss, expected = across(context, x, *NAMES), here(y)
                 loss.backward()
                 expected.backward()
                 assert torch.equal(loss, expected)
@@ -245,7 +250,7 @@ def test_gradients_and_steps_are_those_of_one_process_bit_for_bit(tmp_path: Path
             assert all(equal(weights[name], net.state_dict()) for name, net in nets.items())
         with context.gradients() as gradients:  # clipped
             x = double(2, WIDTH)
-            across(x).backward()
+            across(context, x, *NAMES).backward()
             gradients.step(max_norm=0.1)
         for each in optimizers:
             each.zero_grad()
@@ -257,6 +262,27 @@ def test_gradients_and_steps_are_those_of_one_process_bit_for_bit(tmp_path: Path
             torch.testing.assert_close(context.call(name, Member.weights).result(), dict(net.state_dict()))
 
     play(test, tmp_path)
+
+
+def test_gradients_are_those_of_torchs_distributed_autograd(tmp_path: Path) -> None:
+    done = commands.run([sys.executable, "-m", "tests.context.distributed", str(tmp_path / "grads")], timeout=120)
+    assert done.returncode == 0, done.stderr
+    expected = torch.load(tmp_path / "grads")
+
+    def test(context: Context[Any], _: Run) -> None:
+        x = double(2, WIDTH)
+        with context.gradients() as gradients:
+            across(context, x, *NAMES).backward()
+            grads = {name: context.call(name, Member.gradients, gradients.key).result() for name in NAMES}
+            torch.testing.assert_close({**grads, "x": grad_of(x)}, expected, rtol=1e-14, atol=1e-14)
+
+    play(test, tmp_path / "run")
+
+
+def test_a_model_split_over_three_ranks_learns_though_one_is_killed(run_job: RunJob) -> None:
+    """In processes."""
+    run = run_job(ROOT / "examples" / "split.py", in_process=False, kills={"first_0": 20}, updates=120)
+    assert run.result["loss"] < 0.3
 
 
 def test_arguments_and_answers_of_every_kind(tmp_path: Path) -> None:
@@ -276,7 +302,8 @@ def test_arguments_and_answers_of_every_kind(tmp_path: Path) -> None:
             expected = torch.autograd.grad((total * mask).sum() + (y + factor).sum(), [y, factor])
             assert [*map(torch.equal, grads, expected)] == [True, True]
             assert torch.equal(seen[0], torch.ones(2, WIDTH, dtype=torch.double))
-            assert context.call(stage, Member.gradient, gradients.key).result() is None  # which were not asked for
+            gathered = context.call(stage, Member.gradients, gradients.key).result()
+            assert {*gathered.values()} == {None}  # nobody has asked for them
             sparse = context.call(stage, Member.look_up_sparse, WORDS).result()
             sparse.sum().backward()
             net.rows(WORDS).sum().backward()
@@ -315,7 +342,7 @@ def test_a_compiled_module(tmp_path: Path) -> None:
         stage, linear, x, y = context.peers("stage")[0], local()["stage_0"].linear, double(2, WIDTH), double(2, WIDTH)
         with context.gradients() as gradients:
             context.call(stage, Member.compiled, x).result().sum().backward()
-            weight = context.call(stage, Member.gradient, gradients.key).result()
+            weight = context.call(stage, Member.gradients, gradients.key).result()["linear.weight"]
         torch.tanh(linear(y)).sum().backward()
         torch.testing.assert_close((grad_of(x), weight), (grad_of(y), grad_of(linear.weight)))
 
@@ -341,7 +368,7 @@ def test_callers_passes_are_apart_and_hogwild_does_not_mind_steps_between(tmp_pa
                         both.wait(30)
                     return None
                 both.wait(30)
-                return context.call(stage, Member.gradient, gradients.key).result()
+                return context.call(stage, Member.gradients, gradients.key).result()["linear.weight"]
 
         def play(step: bool) -> list[concurrent.futures.Future[Tensor | None]]:
             with concurrent.futures.ThreadPoolExecutor(2) as pool:

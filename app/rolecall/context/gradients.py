@@ -47,7 +47,8 @@ class Crossing:
         args, kwargs = map_tensors((args, kwargs), leave)
         self.calls.kept[self._place] = self._to
         self._open = True
-        return Forward(args, kwargs, self._here.key, self._place, wanted, self._passes.take_dropped(self._to))
+        dropped = self._passes.take_dropped(self._to)
+        return Forward(args, kwargs, self._here.key, self._place, wanted=wanted, released=dropped)
 
     def attach(self, answer: Answer) -> Any:
         """What the method has returned, with its gradient."""
@@ -111,7 +112,7 @@ class Crossing:
         self.calls.kept.pop(self._place, None)
 
     def __del__(self) -> None:
-        if self._open and self.calls.kept.pop(self._place, None):
+        if self._open and self.calls.kept.pop(self._place, ""):
             self._passes.drop(self._to, self._here.key, self._place)
 
 

@@ -3,10 +3,12 @@
 calls.py         Calls of peers' methods: to one, to all of a role, to the least loaded of a role
 context.py       What a role's function is given: calls, training, and the rest of a rank's generation
 eager.py         Optimizers and DistributedDataParallel without torch's compiler
+gradients.py     Gradients across calls, at the member that calls: each answer is a node of its autograd graph
 group.py         A rank's group: who it is, who its peers are, and calls to them
 mapping.py       A map over the members of a role: `links.Pool` decides, and this calls, waits and reads the items
 meeting.py       The workers of a generation meet: each connects to rank 0's, and learns where the others are
 memory.py        Keeps freed memory in the process
+passes.py        What a member keeps for gradients that cross calls: forward passes, parameters' gradients, optimizers
 progress.py      How far training has come: metrics, the run's history, log lines, and the time left
 progress_bar.py  Progress of long work: a bar of rich on a terminal, elsewhere a log line every LOG_SECONDS
 queues.py        Bounded queues between ranks

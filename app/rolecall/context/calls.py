@@ -8,8 +8,10 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, 
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
+from rolecall.context.gradients import Differentiable, cross
 from rolecall.context.group import Group
 from rolecall.context.mapping import Mapping
+from rolecall.context.passes import Passes
 from rolecall.context.shared import Sharing
 from rolecall.declare import registry
 from rolecall.declare.remote import Remote, require_remote
@@ -19,7 +21,7 @@ from rolecall.links.pool import Lost, Pool
 from rolecall.record.recorder import recorder
 from rolecall.wire import apart
 from rolecall.wire.future import Future, Stream
-from rolecall.wire.messages import Request
+from rolecall.wire.messages import Forward, Request
 from rolecall.wire.session import Session
 
 P = ParamSpec("P")
@@ -47,9 +49,10 @@ class Calls:
         *,
         window: int = 1,
         internal: bool = False,
+        passes: Passes | None = None,
     ) -> None:
         self._group, self._timeout, self._lost, self._role, self._to = group, timeout, lost, role, to
-        self._window, self._internal = window, internal
+        self._window, self._internal, self._passes = window, internal, passes or Passes(group)
 
     def options(
         self,
@@ -74,6 +77,7 @@ class Calls:
             self._to if to is None else to,
             window=window or self._window,
             internal=self._internal,
+            passes=self._passes,
         )
 
     # ---- to one peer
@@ -124,11 +128,25 @@ class Calls:
         waits: bool = True,
     ) -> Any:
         """Calls a peer. Without `waits`, the caller does not wait for it to read."""
+        crossing = None
+        if mark.grad:
+            crossing = cross(self._passes, self._ask, name, method)
+            forward = crossing.leave(args, kwargs) if crossing else Forward(args, kwargs)
+            args, kwargs = (forward,), {}
         group = self._group
         deadline = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
         request = Request(method.__name__, args, kwargs, deadline.total, internal=self._internal)
         waits = waits and not self._internal  # a checkpoint is not held up by a member that does not read
-        return group.connected.call(name, request, deadline, stream=mark.stream, waits=waits)
+        call = group.connected.call(name, request, deadline, stream=mark.stream, waits=waits)
+        return Differentiable(call, crossing) if mark.grad else call
+
+    def _ask(self, name: str, method: str, argument: Any) -> Future[Any]:
+        """Calls one of the services of a peer's worker as a part of what a call with these options does."""
+        group = self._group
+        deadline = group.watchdog.limit(self._timeout, group.settings.rpc_timeout)
+        request = Request(method, (argument,), {}, deadline.total, internal=True)
+        answer: Future[Any] = group.connected.call(name, request, deadline, nested=True)
+        return answer
 
     # ---- to a role
 
@@ -383,8 +401,9 @@ class Calls:
         ordered: bool,
     ) -> Mapping:
         mark, group, role = require_remote(method), self._group, self._role_of(method)
-        if mark.stream:
-            raise UsageError(f"{method.__qualname__} is a stream: call it at one peer at a time")
+        if mark.stream or mark.grad:
+            kind = "is a stream" if mark.stream else "has grad=True"
+            raise UsageError(f"{method.__qualname__} {kind}: call it at one peer at a time")
         for peer in self._members(role):
             self._require_served(mark, method, peer.name)
         sharing = Sharing(args, kwargs)

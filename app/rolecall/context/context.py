@@ -18,6 +18,7 @@ from rolecall.checkpoint.saving import Saver
 from rolecall.checkpoint.shards import Shares
 from rolecall.config import Settings
 from rolecall.context.calls import Calls
+from rolecall.context.gradients import Gradients
 from rolecall.context.group import Group
 from rolecall.context.progress import Progress, Supervision
 from rolecall.context.queues import Queue
@@ -32,6 +33,7 @@ from rolecall.errors import UsageError
 from rolecall.record import rundir
 from rolecall.record.recorder import NOOP, NoopSpan, Span, plain, recorder
 from rolecall.wire.dispatch import Dispatcher
+from rolecall.wire.messages import PassKey
 
 if TYPE_CHECKING:
     import torch
@@ -87,16 +89,18 @@ class Context(Calls, Training, Generic[S]):
         self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.distributed.Torch`; `connect` sets it
         self._seeds = (attachment.me.rank, attachment.generation) if attachment else tuple(seeds)
         self.role_object: concurrent.futures.Future[Any] = concurrent.futures.Future()  # once it is made
-        self.internal_calls = Calls(group, internal=True)
+        self.internal_calls = Calls(group, internal=True, passes=self._passes)
+        self._passes.changing = self._changing
         self.shares = Shares(settings.checkpoint_dir / rundir.SHARDS)
         self.services = Services(group, progress, lambda: int(self.torch.start_store()))
         self.weights = Publisher(group, metrics)
         self.kept: Kept | None = None  # what this member keeps
         self.constructing = False  # its role's class makes the object
         self.kept_states = KeptStates(self) if checkpoints else None
-        offered = self.services, group.queues, self.shares, self.weights.holdings, self.weights.registry
+        offered = self.services, group.queues, self.shares, self.weights.holdings, self.weights.registry, self._passes
         mine = [self.kept_states] if self.kept_states else []
         self.dispatcher = Dispatcher(self.me.name, *offered, SharedArguments(), *mine, pending=watchdog.long_calls)
+        self.dispatcher.forward = self._passes.forward
 
     # ---- identity and peers
 
@@ -201,6 +205,38 @@ class Context(Calls, Training, Generic[S]):
             raise UsageError("keep: call it once, in the constructor of the role's class")
         self.kept = Kept(self, state)
         return self.kept
+
+    @contextlib.contextmanager
+    def gradients(self) -> Iterator[Gradients]:
+        """Calls of methods marked `@remote(grad=True)` in the block, by its thread, are differentiable: `backward` and
+        torch.autograd.grad go through them, and through calls that those methods make. Tensors in the arguments,
+        also within lists, tuples and dicts, get gradients as usual. Parameters at other members get theirs there, apart
+        for each block, until `step` of what the block is given makes a step of the optimizers, or a method there calls
+        `take_gradients`. What is left at the block's end is dropped, forward passes too. A second backward pass through
+        a call is refused, and a gradient has none itself.
+
+        `backward` raises what a call raises: PeerLostError, CallTimeoutError and RemoteError.
+        """
+        here = self._passes.begin(self._passes.next_key())
+        try:
+            with here.entered():
+                yield Gradients(self._passes, here.key, self._ask)
+        finally:
+            self._passes.end(here.key)
+
+    def optimize(self, optimizer: torch.optim.Optimizer, schedule: Any = None, *, hogwild: bool = False) -> None:
+        """`Gradients.step` makes a step of `optimizer` from now on, and then of its learning rate's `schedule`, if this
+        member has gradients of the pass. At the member that makes the pass they are those of its parameters' `grad`,
+        too. A step changes parameters in place, which torch refuses between another pass's forward and backward; with
+        `hogwild` it does not notice."""
+        self._passes.optimize(optimizer, schedule, hogwild=hogwild)
+
+    def take_gradients(self, key: PassKey) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients of this member's parameters, by parameter, which the pass `Gradients.key` has left here."""
+        return self._passes.take(key)
+
+    def _changing(self) -> contextlib.AbstractContextManager[object]:
+        return self.kept.changing() if self.kept else contextlib.nullcontext()
 
     def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
         """Calls `gone(name)`, from another thread, as soon as the peer `to` has ended or its connection broke. It is

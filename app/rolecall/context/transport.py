@@ -15,7 +15,7 @@ from rolecall.wire import tracing
 from rolecall.wire.calls import Wire
 from rolecall.wire.codec import encode
 from rolecall.wire.future import Future
-from rolecall.wire.messages import EXAMINE_SECONDS, Deadline, Request
+from rolecall.wire.messages import EXAMINE_SECONDS, Deadline, Forward, Request
 
 
 class Counters(NamedTuple):
@@ -40,8 +40,18 @@ class Transport:
         self._forwarded: Future[None] | None = None
         self.in_flight, self.has_lost, self.on_disconnect = wire.in_flight, wire.has_lost, wire.on_disconnect
 
-    def call(self, to: str, request: Request, deadline: Deadline, *, stream: bool = False, waits: bool = True) -> Any:
-        """Calls a method of the peer `to`; see `Wire.call`."""
+    def call(
+        self,
+        to: str,
+        request: Request,
+        deadline: Deadline,
+        *,
+        stream: bool = False,
+        waits: bool = True,
+        nested: bool = False,
+    ) -> Any:
+        """Calls a method of the peer `to`; see `Wire.call`. One that is `nested`, of the worker's own services, is a
+        part of a call of the role's: it waits for no earlier one, and may run as long."""
         method, watchdog, seconds = request.method, self._watchdog, deadline.total
         if stream:
             request, seconds = request._replace(seconds=0.0), 0.0
@@ -71,7 +81,17 @@ class Transport:
                 span.attributes["received"] = received
                 span.end(error)
 
-        return self.wire.call(to, request, deadline, ended, content=content, stream=stream, waits=waits)
+        return self.wire.call(
+            to,
+            request,
+            deadline,
+            ended,
+            content=content,
+            stream=stream,
+            urgent=nested,
+            waits=waits,
+            examined=nested,
+        )
 
     def _first_call(self, method: str, to: str) -> Counters:
         metrics = self._metrics
@@ -122,8 +142,11 @@ class Transport:
 def _unpicklable(to: str, request: Request, error: Exception) -> str:
     """Which argument of a call cannot be pickled, and why."""
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    named = [(f"argument {number}", value) for number, value in enumerate(request.args, 1)]
-    for name, value in [*named, *((f"argument {name}", value) for name, value in request.kwargs.items())]:
+    args, kwargs = request.args, request.kwargs
+    if args and isinstance(args[0], Forward):
+        args, kwargs = args[0].args, args[0].kwargs
+    named = [(f"argument {number}", value) for number, value in enumerate(args, 1)]
+    for name, value in [*named, *((f"argument {name}", value) for name, value in kwargs.items())]:
         try:
             encode(value)
         except Exception:

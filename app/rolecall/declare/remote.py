@@ -23,13 +23,14 @@ class Remote:
     stream: bool = False
     idempotent: bool = False
     coroutine: bool = False
+    grad: bool = False
 
 
 @overload
 def remote(method: F) -> F: ...
 @overload
 def remote(
-    *, turn: bool = False, serial: bool = False, stream: bool = False, idempotent: bool = False
+    *, turn: bool = False, serial: bool = False, stream: bool = False, idempotent: bool = False, grad: bool = False
 ) -> Callable[[F], F]: ...
 def remote(
     method: F | None = None,
@@ -38,6 +39,7 @@ def remote(
     serial: bool = False,
     stream: bool = False,
     idempotent: bool = False,
+    grad: bool = False,
 ) -> F | Callable[[F], F]:
     """Lets peers call a method of a role's class. Calls run concurrently, each in a thread of its own; an `async`
     method runs in an event loop; a method may also return a concurrent.futures.Future, whose result is the answer.
@@ -46,7 +48,8 @@ def remote(
     beside `run` and other methods; an `async` one, or one that returns a future, until that has ended. With `turn`,
     calls run one after the other in the member's main thread, once `run` has returned, if there is one; not at rank 0.
     With `stream`, the method is a generator, and the caller iterates over what it yields. With `idempotent`, `call_any`
-    and `map` call it again at another member if the first is lost.
+    and `map` call it again at another member if the first is lost. With `grad`, the tensors that it returns are
+    differentiable at the caller, in tensors among the arguments and in parameters here: see `Context.gradients`.
 
     Raises UsageError for a stream that is no generator, and for what excludes each other.
     """
@@ -64,7 +67,11 @@ def remote(
             raise UsageError(
                 f"@remote(serial=True): {function.__qualname__} has turn=True or is a stream; leave one out"
             )
-        mark = Remote(turn=turn, serial=serial, stream=stream, idempotent=idempotent, coroutine=coroutine)
+        if grad and (stream or coroutine or idempotent):
+            raise UsageError(
+                f"@remote(grad=True): {function.__qualname__} is async, a stream or idempotent; leave that out"
+            )
+        mark = Remote(turn=turn, serial=serial, stream=stream, idempotent=idempotent, coroutine=coroutine, grad=grad)
         setattr(function, MARK, mark)
         return function
 

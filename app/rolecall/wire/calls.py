@@ -256,14 +256,16 @@ class Wire:
         stream: bool = False,
         urgent: bool = False,
         waits: bool = True,
+        examined: bool = False,
     ) -> Any:
         """Calls `request` at the peer `to`. Returns the Future of its answer; of a generator (`stream`) a Stream, each
         item of which may take until the deadline. `ended` is called before the future has its result. `content` is the
         encoded request, if the caller has it already. A call that is `urgent` waits for no earlier one. Without
         `waits`, the caller does not wait for the peer to read, or to answer earlier calls: what it does not take at
-        once is copied. Raises what pickling the arguments raises."""
+        once is copied. An internal call that is `examined` may run on past its deadline as others do. Raises what
+        pickling the arguments raises."""
         content = content or encode(tuple(request))
-        nbytes, internal = content.nbytes, request.internal
+        nbytes, internal = content.nbytes, request.internal and not examined
         call = Pending(to, request.method, deadline, nbytes, internal, urgent=urgent, stream=stream, ended=ended)
         drop = partial(self._wakeups.put, call)
         if not stream:

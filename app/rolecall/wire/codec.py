@@ -50,6 +50,11 @@ def arrive_on(device: torch.device) -> None:
     _device = device
 
 
+def arrival() -> torch.device:
+    """See `arrive_on`."""
+    return _device
+
+
 def encode(value: Any) -> Encoded:
     """`value` as pickle and buffers, which are views of the value's own memory. Raises what pickle raises for a value
     that it cannot take apart."""

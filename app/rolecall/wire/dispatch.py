@@ -28,7 +28,7 @@ from rolecall.wire import apart, clock, tracing
 from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
-from rolecall.wire.messages import MAX_RUNNING, Failure, Handover, Request, pickled
+from rolecall.wire.messages import MAX_RUNNING, Failure, Forward, Handover, Request, pickled
 from rolecall.wire.serial import Line
 from rolecall.wire.session import belongs_to, serving
 
@@ -75,8 +75,10 @@ class Call:
 
 class Dispatcher:
     """Runs calls of `internals`, this worker's own services, and of the role's object once `serve` has named it. `me`
-    is this member's name, and `pending` gives the calls that it makes. It lives as long as the worker, whatever
-    generation the calls come from."""
+    is this member's name, `pending` gives the calls that it makes, and `forward` calls a method with `grad`. It lives
+    as long as the worker, whatever generation the calls come from."""
+
+    forward: Callable[[Callable[..., Any], Forward], Any]
 
     def __init__(self, me: str, *internals: object, pending: Callable[[], Sequence[Reported]] = tuple) -> None:
         self._me, self._internals, self._pending = me, [*internals, self], pending
@@ -355,7 +357,8 @@ class Dispatcher:
         token = serving.set(call.link.session)
         try:
             with tracing.serving(request, waited_ns) as span:
-                value = method(*request.args, **request.kwargs)
+                is_forward = isinstance(next(iter(request.args), None), Forward)
+                value = self.forward(method, *request.args) if is_forward else method(*request.args, **request.kwargs)
                 if isinstance(value, concurrent.futures.Future):
                     span.returned()
         except BaseException as error:  # each end is an answer

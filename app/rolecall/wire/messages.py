@@ -39,6 +39,31 @@ class Request(NamedTuple):
     trace: tuple[str, str, str, Carrier | None] | None = None
 
 
+class PassKey(NamedTuple):
+    """A block `with context.gradients()`, the `number`th of a member as its part number `join` of the generation."""
+
+    member: str
+    join: int
+    number: int
+
+
+class Forward(NamedTuple):
+    """The only argument of a call of a method with `grad`: those of the method, and what the callee keeps for the
+    backward pass. Without a `key` that is nothing.
+
+    `place` names the call: its caller, the number of the caller's part, and the call's number. Of the tensors among
+    `args` and `kwargs`, those whose numbers are in `wanted` need a gradient; its values say which are on a GPU there.
+    Forward passes that are `released` are not kept any more.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: PassKey | None = None
+    place: PassKey = PassKey("", 0, 0)
+    wanted: dict[int, bool] = {}  # noqa: RUF012 nobody changes it
+    released: tuple[tuple[PassKey, PassKey], ...] = ()
+
+
 @dataclass(frozen=True)
 class Handover(Generic[T]):
     """The answer of an async method whose receipt the caller confirms. If it never does, `undo` is called, from any

@@ -58,7 +58,7 @@ JOB = Job(
     settings=RnnSettings,
     roles=(
         Role("ps", "rolecall.jobs.rnn.roles:ModelServer", preload=("rolecall.jobs.rnn.roles",)),
-        Role("trainer", "rolecall.jobs.rnn.roles:Trainer", preload=("rolecall.jobs.rnn.roles",)),
+        Role("trainer", "rolecall.jobs.rnn.roles:Trainer", preload=("rolecall.jobs.rnn.roles",), stays=True),
     ),
     check="rolecall.jobs.rnn.corpus:check",
     evaluate="rolecall.jobs.rnn.evaluate:evaluate",

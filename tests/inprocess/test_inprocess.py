@@ -394,7 +394,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     ended = capsys.readouterr()
     assert (ended.out.splitlines()[-1], ended.err) == ("rolecall: finished; results in kept", "")
     assert json.loads((tmp_path / "kept" / "summary.json").read_text())["settings"]["ROUNDS"] == 3
-    assert __main__.main(["run", "rnn", "--in-process"]) == 2
-    assert "rolecall: rnn: needs torch's RPC (torch_rpc)" in capsys.readouterr().err
+    assert __main__.main(["run", "ps", "--update-mode", "autograd", "--in-process"]) == 2
+    assert "rolecall: ps: needs torch's RPC (torch_rpc)" in capsys.readouterr().err
     assert __main__.main(["run", "rnn", "--in-process", "--hosts", "a"]) == 2
     assert "--in-process: runs all ranks in one process; leave --hosts out" in capsys.readouterr().err

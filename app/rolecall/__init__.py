@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rolecall.telemetry import Metric
     from rolecall.torch_rpc.program import Program
     from rolecall.wire.future import Future
+    from rolecall.wire.messages import PassKey
 
 __all__ = [
     "CallTimeoutError",
@@ -37,6 +38,7 @@ __all__ = [
     "Job",
     "LoggedShare",
     "Metric",
+    "PassKey",
     "Peer",
     "PeerLostError",
     "PerRank",
@@ -76,6 +78,7 @@ _MODULES = {
     "telemetry": ("Metric",),
     "torch_rpc.program": ("Program",),
     "wire.future": ("Future",),
+    "wire.messages": ("PassKey",),
 }
 
 

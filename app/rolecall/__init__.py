@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rolecall.checkpoint.shards import Share
     from rolecall.config import Seconds, Settings, __version__
     from rolecall.context.context import Context
+    from rolecall.context.gradients import Gradients
     from rolecall.context.queues import Queue
     from rolecall.declare.remote import remote
     from rolecall.declare.spec import Job, Role
@@ -35,6 +36,7 @@ __all__ = [
     "Exported",
     "FromUser",
     "Future",
+    "Gradients",
     "Job",
     "LoggedShare",
     "Metric",
@@ -67,6 +69,7 @@ _MODULES = {
     "checkpoint.shards": ("Share",),
     "config": ("Seconds", "Settings", "__version__"),
     "context.context": ("Context",),
+    "context.gradients": ("Gradients",),
     "context.queues": ("Queue",),
     "declare.remote": ("remote",),
     "declare.spec": ("Job", "Role"),

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
-from rolecall.config import Settings
-from rolecall.torch_rpc.agent import channels
 from rolecall.torch_rpc.store import interface
 
 HOST = "127.0.0.1"
@@ -88,7 +86,7 @@ def _worker(
             init_method=f"tcp://{HOST}:{port}",
             rpc_timeout=60,
             _transports=list(transports) or None,
-            _channels=channels(Settings(master_addr=HOST), "cpu") if transports else None,
+            _channels=["cma", "basic"] if transports else None,
         )
         rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
         if rank == 0:

@@ -31,7 +31,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]+)?(?=\))")
 # the public names, by what they are for
 NAMES = {
     "A job": ("Job", "Role", "Settings", "remote", "PerRank", "FromUser", "Seconds", "Metric"),
-    "In a role": ("Context", "Peer", "Future", "Queue"),
+    "In a role": ("Context", "Peer", "Future", "Queue", "Gradients", "PassKey"),
     "From Python": ("run", "start", "Run"),
     "State": ("Share", "LoggedShare", "Sharded", "Rows"),
     "Models and programs": ("Exported", "Program"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rolecall.checkpoint.shards import Share
     from rolecall.config import Seconds, Settings, __version__
     from rolecall.context.context import Context
+    from rolecall.context.gradients import Gradients
     from rolecall.context.queues import Queue
     from rolecall.declare.remote import remote
     from rolecall.declare.spec import Job, Role
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rolecall.telemetry import Metric
     from rolecall.torch_rpc.program import Program
     from rolecall.wire.future import Future
+    from rolecall.wire.messages import PassKey
 
 __all__ = [
     "CallTimeoutError",
@@ -34,9 +36,11 @@ __all__ = [
     "Exported",
     "FromUser",
     "Future",
+    "Gradients",
     "Job",
     "LoggedShare",
     "Metric",
+    "PassKey",
     "Peer",
     "PeerLostError",
     "PerRank",
@@ -65,6 +69,7 @@ _MODULES = {
     "checkpoint.shards": ("Share",),
     "config": ("Seconds", "Settings", "__version__"),
     "context.context": ("Context",),
+    "context.gradients": ("Gradients",),
     "context.queues": ("Queue",),
     "declare.remote": ("remote",),
     "declare.spec": ("Job", "Role"),
@@ -76,6 +81,7 @@ _MODULES = {
     "telemetry": ("Metric",),
     "torch_rpc.program": ("Program",),
     "wire.future": ("Future",),
+    "wire.messages": ("PassKey",),
 }
 
 

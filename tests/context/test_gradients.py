@@ -337,6 +337,19 @@ def test_arguments_and_answers_of_every_kind(tmp_path: Path) -> None:
     play(test, tmp_path)
 
 
+def test_what_has_no_gradient_is_refused_where_it_is_declared() -> None:
+    async def later() -> None: ...
+
+    def items() -> Iterator[int]:
+        yield 1
+
+    for function, others in ((later, {}), (items, {"stream": True}), (across, {"idempotent": True})):
+        with pytest.raises(
+            UsageError, match=r"@remote\(grad=True\): .* is async, a stream or idempotent; leave that out"
+        ):
+            remote(grad=True, **others)(function)
+
+
 def test_a_compiled_module(tmp_path: Path) -> None:
     def test(context: Context[Any], _: Run) -> None:
         stage, linear, x, y = context.peers("stage")[0], local()["stage_0"].linear, double(2, WIDTH), double(2, WIDTH)

@@ -17,7 +17,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +27,7 @@ from torch.distributed import PrefixStore, TCPStore, rpc
 
 from rolecall.context.context import Context
 from rolecall.declare.task import Peer
+from rolecall.torch_rpc import adopt
 from rolecall.torch_rpc.distributed import Torch, connect
 from rolecall.torch_rpc.failures import is_lost
 from tests.context.contexts import AGENT, JOB, ONE, TWO, make
@@ -110,7 +110,7 @@ def connected(me: Peer, port: int, timeout: float = DEADLINE) -> Context[Any]:
     context = make(
         DIRECTORY,
         me=me,
-        job=replace(JOB, torch_rpc=True),
+        job=JOB,
         master_addr="127.0.0.1",
         master_port=port,
         bind_addr="127.0.0.1",
@@ -119,6 +119,9 @@ def connected(me: Peer, port: int, timeout: float = DEADLINE) -> Context[Any]:
         device="cpu",
     )
     connect(context, own)
+    rank, world_size = me.rank, len(context.members)
+    adopt.adopt(context.settings, rank, world_size, context.generation, context.torch.store())
+    rpc.init_rpc(me.name, rank=rank, world_size=world_size)
     return context
 
 

@@ -367,13 +367,12 @@ def joins(context: Any) -> None:
 @pytest.mark.parametrize(
     ("declared", "settings", "problem"),
     [
-        (job(joins, torch_rpc=True), {}, "job: needs torch's RPC (torch_rpc), of which a process has one"),
         (job(joins, rpc=False), {}, "job: its program makes torch's RPC or process group, one a process"),
         (Job([Role("lead", joins, gpus=1)], settings=Workers), {"device": "cuda"}, "role lead: gpus=1 needs a process"),
         (job(joins), {"trace": True}, "TRACE=1: records one rank a process"),
         (job(joins), {}, "join_group: torch has one process group, store and RPC a process"),
     ],
-    ids=["torch_rpc", "rpc", "gpus", "trace", "process group"],
+    ids=["rpc", "gpus", "trace", "process group"],
 )
 def test_a_job_that_needs_processes_is_refused(
     declared: Job, settings: dict[str, Any], problem: str, tmp_path: Path
@@ -394,7 +393,5 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     ended = capsys.readouterr()
     assert (ended.out.splitlines()[-1], ended.err) == ("rolecall: finished; results in kept", "")
     assert json.loads((tmp_path / "kept" / "summary.json").read_text())["settings"]["ROUNDS"] == 3
-    assert __main__.main(["run", "rnn", "--in-process"]) == 2
-    assert "rolecall: rnn: needs torch's RPC (torch_rpc)" in capsys.readouterr().err
     assert __main__.main(["run", "rnn", "--in-process", "--hosts", "a"]) == 2
     assert "--in-process: runs all ranks in one process; leave --hosts out" in capsys.readouterr().err

@@ -40,4 +40,4 @@ class Lead:
         return {"kept": 1}
 
 
-JOB = Job([Role("lead", Lead), Role("keeper", Keeper, count=2)], torch_rpc=False)
+JOB = Job([Role("lead", Lead), Role("keeper", Keeper, count=2)])

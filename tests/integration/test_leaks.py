@@ -71,7 +71,7 @@ def everyone(job: Cluster) -> dict[str, dict[str, int]]:
 
 @pytest.mark.timeout(60 + STEPS)
 def test_step_after_step_the_split_model_needs_no_more_memory(cluster: Callable[..., Cluster]) -> None:
-    """Each step has a distributed autograd context, and references to tensors on the other rank."""
+    """Each step has gradients that cross calls, and forward passes that the other rank keeps."""
     job = cluster(JOB="rnn", CHECKPOINT_INTERVAL="3600").start(1)
     curve = []
     for step in range(STEPS // 4, STEPS + 1, STEPS // 4):

@@ -154,10 +154,10 @@ def test_another_text_is_refused_and_nothing_is_touched(cluster: MakeCluster, tm
 def test_a_diverging_model_ends_the_job_with_the_cause(cluster: MakeCluster) -> None:
     job = cluster(JOB="rnn", OPTIMIZER="sgd", LR="1e38").start(1)
     # it outlasts the worker; the job fails at the third failure only
-    until(lambda: job.member(0).metric("nonfinite_losses_total"), "the first failure in the metrics")
+    until(lambda: job.first.metric("nonfinite_losses_total"), "the first failure in the metrics")
     assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
     cause = "the loss or its gradient is not finite; lower LR"
-    assert cause in job.first.text()  # which called the trainer
+    assert cause in job.first.text()
     summary = json.loads((job.checkpoints / rundir.SUMMARY).read_text())
     assert summary["state"] == "failed"
     assert cause in summary["reason"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from rolecall.declare.task import Attachment
 from rolecall.jobs.rnn import RnnSettings, corpus, loss, model
 from rolecall.jobs.rnn.corpus import Vocabulary
 from rolecall.jobs.rnn.metrics import METRICS
-from rolecall.jobs.rnn.roles import ModelServer
+from rolecall.jobs.rnn.roles import Trainer
 
 
 def settings(**changes: object) -> RnnSettings:
@@ -153,17 +153,25 @@ def test_an_improbable_target_has_a_finite_loss() -> None:
     assert torch.isfinite(decoder.weight.grad).all()  # type: ignore[arg-type]
 
 
-def test_no_logits_leave_the_ps() -> None:
-    chosen, members = settings(), (Peer("ps", 0, 0), Peer("trainer", 0, 1))
+def test_what_the_trainer_saves_is_what_it_goes_on_from(folder: Path) -> None:
+    chosen, members = (
+        settings(corpus=str(folder), dropout=0.5, micro_batches=3),
+        (Peer("ps", 0, 0), Peer("trainer", 0, 1)),
+    )
     metrics = telemetry.build([*telemetry.WORKER, *METRICS], CollectorRegistry())
-    context = Context(chosen, Attachment(1, members[0], members), metrics)
-    context.torch = SimpleNamespace(mapped=())
-    server = ModelServer(context)
-    server.embedding, server.decoder = model.Embedding(chosen, 50), model.Decoder(chosen, 50)
-    tokens, hidden = torch.randint(50, (7, 4)), torch.randn(7, 4, 5, requires_grad=True)
-    assert server.embed(tokens).shape == (7, 4, 6)
-    assert server.decode(1, hidden, tokens, 1.0).shape == ()
-    assert server.validate(hidden, tokens) == pytest.approx(7 * 4 * 3.9, rel=0.1)  # log(50)
+    trainer = Trainer(Context(chosen, Attachment(1, members[1], members), metrics))
+
+    def run() -> list[torch.Tensor]:
+        return [trainer.hidden(part, number, torch.ones(7, 2, 6)) for number in (4, 5) for part in (0, 1)]
+
+    trainer.hidden(0, 3, torch.ones(7, 2, 6))
+    saved = copy.deepcopy(trainer.save())
+    assert saved["state"][0].shape == (2, 4, 5)
+    before = run()
+    with torch.no_grad():
+        assert not torch.equal(trainer.hidden(0, 4, torch.ones(7, 2, 6)), before[0])  # without dropout
+    trainer.load(saved)
+    assert all(map(torch.equal, before, run()))
 
 
 # ---- weights and generated text

@@ -88,7 +88,6 @@ class Context(Calls, Training, Generic[S]):
         self.metrics = metrics
         self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.distributed.Torch`; `connect` sets it
         self._seeds = (attachment.me.rank, attachment.generation) if attachment else tuple(seeds)
-        self.role_object: concurrent.futures.Future[Any] = concurrent.futures.Future()  # once it is made
         self.internal_calls = Calls(group, internal=True, passes=self._passes)
         self._passes.changing = self._changing
         self.shares = Shares(settings.checkpoint_dir / rundir.SHARDS)
@@ -251,17 +250,9 @@ class Context(Calls, Training, Generic[S]):
         """
         self.torch.join_group(role, timeout)
 
-    def reference(self, to: Peer | str) -> Any:
-        """A torch RRef of the role's object at the peer `to`, for distributed autograd:
-        `reference.rpc_async().embed(x)` calls its method `embed` over torch's RPC, marked as remote or not. Only in a
-        job with `torch_rpc`."""
-        return self.torch.reference(to)
-
     def serve(self, target: object) -> None:
         """Peers call the methods of `target`, this role's object, from now on. The worker calls it, with what it has
         made of the role's class."""
-        if not self.role_object.done():
-            self.role_object.set_result(target)
         if not self.group.is_rank0:
             self.watchdog.ready()
         self.dispatcher.serve(target)

@@ -181,7 +181,7 @@ class Gradients:
         return [self._send(peer, method, argument) for peer in sorted(self._passes.holders(self.key))]
 
     def norm(self) -> float:
-        """The norm of all gradients that `backward` has gathered, at every member."""
+        """The norm of all gradients that `backward` has gathered, at every member. The next `step` clips by it."""
         calls = self._call("square_norm", self.key)
         squares = [self._passes.square_norm(self.key), *(call.result() for call in calls)]
         self._norm = sum(squares) ** 0.5

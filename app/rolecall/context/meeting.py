@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rolecall.context.context import Context
-from rolecall.context.services import Met, Services
+from rolecall.context.services import Addresses, Services
 from rolecall.context.transport import Transport
 from rolecall.declare import registry
 from rolecall.errors import CallTimeoutError, PeerLostError
@@ -35,12 +35,10 @@ def meet(
     tunnel: Callable[[], TunnelClient] | None,
     host: str,
     session: Session,
-    with_store: bool,
-) -> tuple[Wire, int]:
+) -> Wire:
     """Connects this worker to those of its generation, from now on to the end of the `session`, and sets the context's
     transport. `directory` is where its socket is made; `tunnel` opens a connection to the rank's tunnel, None with
-    TLS=off; `host` is where peers reach this rank. Rank 0 starts the torch store if a peer asks for it; before they
-    meet, if `with_store`. Returns the wire, and the store's port, 0 if it is not started.
+    TLS=off; `host` is where peers reach this rank. Returns the wire.
 
     Raises UsageError for a port that stays taken, and PeerLostError if not all members come within CONNECT_TIMEOUT, or
     if the session ends.
@@ -76,7 +74,7 @@ def meet(
             port = acceptor.listen_tcp(plain)
         return Address(me.name, host, port, path, machine_id(), join=me.join)
 
-    return meet_by(dialer, accept, context, session, with_store=with_store)
+    return meet_by(dialer, accept, context, session)
 
 
 class Dials(Protocol):
@@ -89,9 +87,7 @@ class Dials(Protocol):
         """Connects to `peer`, which is there as its part number `join` of the generation, or a later one."""
 
 
-def meet_by(
-    dialer: Dials, accept: Callable[[Wire], Address], context: Context[Any], session: Session, *, with_store: bool
-) -> tuple[Wire, int]:
+def meet_by(dialer: Dials, accept: Callable[[Wire], Address], context: Context[Any], session: Session) -> Wire:
     """As `meet`: `dialer` connects to peers, and `accept` has the wire take their connections, and says where."""
     settings, group, services = context.settings, context.group, context.services
     seconds = settings.connect_timeout
@@ -113,10 +109,8 @@ def meet_by(
         services.expect()
     with Timer() as timer:
         here = accept(wire)
-        if with_store and wire.me == rank0:
-            services.store_port()
         met = _meet(wire, services, here, rank0, deadline)
-        dialer.addresses = {address.name: address for address in met.addresses}
+        dialer.addresses = {address.name: address for address in met}
         dialer.find = partial(_find, wire, services, rank0, deadline)
         if wire.me != rank0:
             wire.connect(rank0, deadline)  # the call is sent at once then: torch may hold the interpreter's lock later
@@ -124,10 +118,10 @@ def meet_by(
             wire.call(rank0, Request("ready", (wire.me,), {}, seconds, internal=True), deadline)
     group.open(session)
     context.metrics.rpc_connect_seconds.set(timer.seconds)
-    return wire, met.store_port
+    return wire
 
 
-def _meet(wire: Wire, services: Services, here: Address, rank0: str, deadline: Deadline) -> Met:
+def _meet(wire: Wire, services: Services, here: Address, rank0: str, deadline: Deadline) -> Addresses:
     if wire.me == rank0:
         services.arrived(here)
         services.ready(rank0)
@@ -137,7 +131,8 @@ def _meet(wire: Wire, services: Services, here: Address, rank0: str, deadline: D
             missing = ", ".join(services.missing())
             raise PeerLostError(f"did not connect within {deadline.setting}: {missing}") from None
     try:
-        met: Met = wire.call(rank0, Request("meet", (here,), {}, float(deadline), internal=True), deadline).result()
+        request = Request("meet", (here,), {}, float(deadline), internal=True)
+        met: Addresses = wire.call(rank0, request, deadline).result()
     except CallTimeoutError as error:
         raise PeerLostError(f"not all members of the generation have connected: {error}") from error
     wire.forget_link(rank0)  # from now on by the shorter way, if there is one

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 from rolecall.context.group import Group
 from rolecall.context.progress import Progress, ProgressEvent
@@ -15,14 +14,7 @@ from rolecall.wire import clock
 from rolecall.wire.connecting import Address
 
 Search = concurrent.futures.Future[Address]
-
-
-class Met(NamedTuple):
-    """What the members of a generation learn when all have come: the addresses of those that are there, and the port of
-    the torch store, 0 if it is not started yet."""
-
-    addresses: tuple[Address, ...]
-    store_port: int
+Addresses = tuple[Address, ...]  # of the members of a generation that are there
 
 
 class Services:
@@ -52,10 +44,10 @@ class Services:
         self._progress.take(event)
 
     @remote
-    def meet(self, address: Address) -> concurrent.futures.Future[Met]:
+    def meet(self, address: Address) -> concurrent.futures.Future[Addresses]:
         """At rank 0: a member is there, at `address`. The answer comes once all are that the generation begins with."""
         self.arrived(address)
-        waiting: concurrent.futures.Future[Met] = concurrent.futures.Future()
+        waiting: concurrent.futures.Future[Addresses] = concurrent.futures.Future()
         self._met.add_done_callback(lambda _: waiting.set_result(self._present()))
         return waiting
 
@@ -123,11 +115,11 @@ class Services:
         if all_there:
             self._met.set_result(None)
 
-    def _present(self) -> Met:
+    def _present(self) -> Addresses:
         with self._lock:
-            return Met(tuple(self._addresses.values()), self._store_port)
+            return tuple(self._addresses.values())
 
-    def wait(self, seconds: float) -> Met:
+    def wait(self, seconds: float) -> Addresses:
         """Returns once every member has said that it is ready: rank 0 may hold the interpreter's lock from then on, and
         answer nobody. Raises TimeoutError if not all are within `seconds`."""
         if not clock.wait(self._all_ready.wait, seconds):

@@ -191,11 +191,6 @@ def has_method(role: Role, method: Callable[..., Any]) -> bool:
     return inspect.isclass(kind) and inspect.getattr_static(kind, name, None) is method
 
 
-def uses_torch_rpc(job: Job, settings: Settings) -> bool:
-    """Whether the job's workers start torch's RPC."""
-    return job.torch_rpc(settings) if callable(job.torch_rpc) else job.torch_rpc
-
-
 def _number(value: str | int, settings: Settings) -> int:
     return value if isinstance(value, int) else int(getattr(settings, value.lower()))
 
@@ -225,7 +220,7 @@ def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
                 low,
                 high,
                 role.elastic,
-                stays=bool(role.run) and stays and job.rpc and not uses_torch_rpc(job, settings),
+                stays=bool(role.run) and stays and job.rpc,
                 restarts=role.restarts,
                 backoff=role.backoff,
                 required=role.required,

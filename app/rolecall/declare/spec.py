@@ -111,9 +111,9 @@ class Job:
     Keyword-only parameters of `evaluate` and `complete` are options of `rolecall eval JOB`: see docs/job-reference.md.
 
     `score` labels the curve that `Context.log` draws, of which lower is better if `lower` is set; `unit` is what
-    its `done` counts. With `torch_rpc`, which may be a function of the settings, workers start torch's RPC too.
-    Without `rpc`, workers do not connect: the roles' functions do, through `Context.adopt`. Without `steps`, the job is
-    a service, which makes no progress: PROGRESS_TIMEOUT is the time after which earlier deaths are forgotten.
+    its `done` counts. Without `rpc`, workers do not connect: the roles' functions do, through `Context.adopt`. Without
+    `steps`, the job is a service, which makes no progress: PROGRESS_TIMEOUT is the time after which earlier deaths are
+    forgotten.
     """
 
     roles: Sequence[Role]
@@ -130,7 +130,6 @@ class Job:
     pinned: Sequence[str] = ()
     training_only: Sequence[str] = ()
     rpc: bool = True
-    torch_rpc: bool | Callable[[Any], bool] = False
     layout: int = 1
     steps: bool = True
 

@@ -45,7 +45,7 @@ class Network:
             session.on_end(lambda: self._forget(place, reached))
             return Address(me, "", 0, join=session.join)
 
-        meeting.meet_by(Dialer(self, me, session), accept, context, session, with_store=False)
+        meeting.meet_by(Dialer(self, me, session), accept, context, session)
 
     def _forget(self, place: tuple[int, str], reached: Reached) -> None:
         with self._changed:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.config import Settings
-from rolecall.declare import registry
 from rolecall.declare.describe import Description
 from rolecall.declare.registry import Identity
 from rolecall.declare.spec import Job
@@ -32,8 +31,6 @@ def require_possible(job: Job, settings: Settings, description: Description) -> 
     name = description.name
     if not job.rpc:
         raise UsageError(f"{name}: its program makes torch's RPC or process group, one a process; {ELSEWHERE}")
-    if registry.uses_torch_rpc(job, settings):
-        raise UsageError(f"{name}: needs torch's RPC (torch_rpc), of which a process has one; {ELSEWHERE}")
     for role, needs in description.needs.items():
         if gpus := needs.gpus:
             raise UsageError(f"role {role}: gpus={gpus} needs a process a rank; {ELSEWHERE}, or with DEVICE=cpu")

@@ -1,8 +1,7 @@
 """Everything that touches torch.distributed.
 
 adopt.py         An unmodified program's `init_rpc` and `init_process_group` meet the members of this generation
-agent.py         A worker's RPC agent, which connects to a peer at the first call between them
-distributed.py   Connects a worker to its generation: by the wire and, if it is needed, by torch's store, groups and RPC
+distributed.py   Connects a worker to its generation: by the wire and, if it is needed, by torch's store and groups
 failures.py      Tells by its text whether what torch raised means that a peer is gone
 program.py       Finds, checks and runs an unmodified program in a rank
 reach.py         How a worker reaches its peers where their tunnels stand between

@@ -1,7 +1,6 @@
 """Connects a worker to its generation: by the wire and, if it is needed, by what torch.distributed does in it.
 
-A process connects once for each of its parts in a generation. Torch's RPC starts once a process: workers that use it
-are fresh processes, and end without a shutdown.
+A process connects once for each of its parts in a generation.
 """
 
 from __future__ import annotations
@@ -16,22 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rolecall.context import meeting
 from rolecall.context.context import Context
-from rolecall.declare import registry
-from rolecall.declare.task import Peer
 from rolecall.errors import PeerLostError
-from rolecall.torch_rpc import agent
 from rolecall.torch_rpc.failures import first_line
 from rolecall.torch_rpc.reach import TunnelStore
 from rolecall.torch_rpc.store import local_address, open_store
 from rolecall.tunnel.client import TunnelClient
 from rolecall.wire.messages import Deadline, Request
 from rolecall.wire.session import Session
-
-_served: list[Context[Any]] = []  # the context of this process, for `_role_object`
 
 
 @contextlib.contextmanager
@@ -41,11 +35,11 @@ def _meeting(context: Context[Any]) -> Iterator[None]:
     except (RuntimeError, dist.DistError) as error:
         if isinstance(error, PeerLostError):
             raise
-        raise PeerLostError(f"no RPC with all of generation {context.generation}: {first_line(error)}") from error
+        raise PeerLostError(f"no store with all of generation {context.generation}: {first_line(error)}") from error
 
 
 class Torch:
-    """What torch.distributed does in a generation: its store, process groups, RPC.
+    """What torch.distributed does in a generation: its store, and process groups.
 
     `tunnel` opens a connection to the rank's tunnel; it is None with TLS=off. `store` is one that is open already.
     `ask_port` returns the port of the store that rank 0 has started; it starts the store if need be.
@@ -55,10 +49,8 @@ class Torch:
         self, context: Context[Any], tunnel: Callable[[], TunnelClient] | None, store: Store | None = None
     ) -> None:
         self._context, self._tunnel = context, tunnel
-        _served[:] = [context]
         self.ask_port: Callable[[], int] | None = None
         self._store = store
-        self.mapped = set[str]()  # the names of the peers that CUDA tensors can be sent to
         self._lock = threading.RLock()
 
     def store(self, port: int | None = None) -> Store:
@@ -89,17 +81,6 @@ class Torch:
         store = self.store(port=0)
         inner: Any = store.inner if isinstance(store, TunnelStore) else store
         return int(inner.underlying_store.port)
-
-    def start_rpc(self, store_port: int) -> None:
-        """Starts torch's RPC at all members at once."""
-        with _meeting(self._context):
-            agent.start(self._context, self.store(port=store_port))
-            rpc._set_rpc_timeout(self._context.settings.rpc_timeout)  # type: ignore[attr-defined]
-
-    def reference(self, to: Peer | str) -> rpc.RRef[Any]:
-        """An RRef of the role's object at the peer `to`."""
-        name = to if isinstance(to, str) else to.name
-        return rpc.remote(name, _role_object)  # type: ignore[no-any-return]
 
     def join_group(self, role: str, timeout: float) -> None:
         """Makes torch's default process group of the members with `role`. Raises PeerLostError."""
@@ -138,14 +119,12 @@ def connect(context: Context[Any], directory: Path, tunnel: Path | None = None, 
     if context.job is not None and not context.job.rpc:
         here.store()
         return
-    with_rpc = context.job is not None and registry.uses_torch_rpc(context.job, settings)
-    wire, store_port = meeting.meet(
+    wire = meeting.meet(
         context,
         directory=directory,
         tunnel=open_tunnel,
         host=host,
         session=session,
-        with_store=with_rpc,
     )
     rank0, seconds = context.rank0.name, settings.connect_timeout
 
@@ -154,15 +133,3 @@ def connect(context: Context[Any], directory: Path, tunnel: Path | None = None, 
         return int(wire.call(rank0, ask, Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")).result())
 
     here.ask_port = ask_port
-    if with_rpc:
-        here.start_rpc(store_port)
-
-
-def _role_object() -> Any:
-    """Runs at the owner: the object of its role. Raises PeerLostError if it is not made within PHASE_TIMEOUT."""
-    (context,) = _served
-    limit = context.settings.phase_timeout
-    try:
-        return context.role_object.result(limit)
-    except TimeoutError:
-        raise PeerLostError(f"{context.me.name} was not ready within PHASE_TIMEOUT={limit:g} s") from None

@@ -112,7 +112,6 @@ JOB = Job(
         ),
         Role("trainer", "rolecall.jobs.hybrid.trainer:Trainer", "TRAINERS", preload=("rolecall.jobs.hybrid.trainer",)),
     ),
-    torch_rpc=False,
     check="rolecall.jobs.hybrid.data:check",
     evaluate="rolecall.jobs.hybrid.evaluate:evaluate",
     export="rolecall.jobs.hybrid.export:export",

@@ -26,7 +26,7 @@ class PsSettings(Settings):
         "sync",
         description="sync: an update is the mean of all trainers' gradients; async: of each gradient by itself; "
         "local: of what INNER_STEPS steps of each trainer changed (DiLoCo); "
-        "autograd: as async, with the model on rank 0 and distributed autograd",
+        "autograd: as async, with the model on rank 0, through which gradients cross",
     )
     inner_steps: int = Field(
         50, ge=1, le=1_000_000, description="steps of BATCH_SIZE samples between two exchanges of a trainer (local)"
@@ -105,5 +105,4 @@ JOB = Job(
     score="accuracy",
     unit="samples",
     pinned=("dataset", "model", "seed"),
-    torch_rpc=lambda settings: settings.update_mode == "autograd",  # distributed autograd
 )

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from rolecall import Context, Share, remote
+from rolecall import Context, PassKey, Share, remote
 from rolecall.jobs.ps import PsSettings, model
 from rolecall.jobs.ps.messages import (
     Assignment,
@@ -41,8 +42,7 @@ class Server:
         self._reporting = ThreadPoolExecutor(1)
         self.server_model: ServerModel | None = None
         if settings.update_mode == "autograd":
-            trainers = max(1, len(context.peers("trainer")))  # nobody joins a generation with torch's RPC
-            self.server_model = ServerModel(settings, max(1, context.threads // trainers), context.device)
+            self.server_model = ServerModel(settings, context.device)
         self.module = model.build(settings)
         parts = enumerate(model.parts(self.module, settings))
         mine = [each for each in parts if each[1].server == context.me.ordinal]
@@ -87,20 +87,21 @@ class Server:
         """Tells the lead that `trainer` makes steps of its gradient `number` (UPDATE_MODE=local)."""
         self.inbox.put(Working(trainer, number))
 
-    def forward(self, trainer: TrainerId, context_id: int, inputs: Tensor) -> Tensor:
-        """Runs forward through the lead's model: inputs [n, ...] to outputs [n, classes]. Called over torch's RPC, for
-        distributed autograd.
-        """
+    @remote(grad=True)
+    def forward(self, trainer: TrainerId, inputs: Tensor) -> Tensor:
+        """Runs forward through the lead's model: inputs [n, ...] to outputs [n, classes]."""
         assert self.server_model is not None
-        return self.server_model.forward(trainer, context_id, inputs)
+        torch.set_num_threads(max(1, self.context.threads // max(1, len(self.context.peers("trainer")))))
+        return self.server_model.forward(trainer, inputs)
 
     @remote
-    def step(self, key: GradientKey, context_id: int, report: BatchReport) -> Future[PartAnswer]:
-        """Hands the gradient in `context_id` to the lead's optimizer, with the version and the buffers of its pass. The
-        answer has the next assignment.
+    def step(self, key: GradientKey, gradients: PassKey, report: BatchReport) -> Future[PartAnswer]:
+        """Hands the gradient of a pass to the lead's optimizer, with the version and the buffers of that. The answer
+        has the next assignment.
         """
         assert self.server_model is not None
-        gradient, version, buffers = self.server_model.gradient(context_id)
+        taken = self.context.take_gradients(gradients)
+        gradient, version, buffers = self.server_model.gradient(key.trainer, taken)
         return self.exchange(GradientPart(key, 0, gradient, replace(report, version=version, buffers=buffers)))
 
     # ---- called by other servers at the lead

@@ -8,9 +8,9 @@ backward, through a replica of the model over the version that it began with. Re
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import torch
-import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
@@ -19,16 +19,13 @@ from rolecall.jobs.ps.messages import TrainerId
 
 
 class ServerModel:
-    """The lead's model on `device`, for any number of trainers at once. A pass has `threads` torch threads. Trainers
-    use it through an RRef.
-    """
+    """The lead's model on `device`, for any number of trainers at once, each of which makes a pass after the other."""
 
-    def __init__(self, settings: PsSettings, threads: int, device: torch.device) -> None:
-        self._settings, self._threads, self._device = settings, threads, device
+    def __init__(self, settings: PsSettings, device: torch.device) -> None:
+        self._settings, self._device = settings, device
         self._lock = threading.Lock()
         self._replicas: dict[TrainerId, nn.Module] = {}
-        # by context_id, the trainer of a forward pass and the version of its parameters
-        self._passes: dict[int, tuple[TrainerId, int]] = {}
+        self._versions: dict[TrainerId, int] = {}  # of the parameters that the trainer's pass began with
         self._version, self._flat = 0, torch.empty(0)
 
     def publish(self, version: int, flat: Tensor) -> None:
@@ -36,33 +33,29 @@ class ServerModel:
         with self._lock:
             self._version, self._flat = version, flat
 
-    def forward(self, trainer: TrainerId, context_id: int, inputs: Tensor) -> Tensor:
-        """The model's output [n, classes], on the device of `inputs` [n, ...], for a pass of `trainer` in the autograd
-        context `context_id`.
-        """
-        torch.set_num_threads(self._threads)  # of this RPC thread
+    def forward(self, trainer: TrainerId, inputs: Tensor) -> Tensor:
+        """The model's output [n, classes], for the next pass of `trainer` with `inputs` [n, ...]."""
         with self._lock:
             replica = self._replicas.get(trainer)
             if replica is None:
                 replica = self._replicas[trainer] = model.build(self._settings).to(self._device).train()
             vector_to_parameters(self._flat.to(self._device), model.trainable(replica))
-            self._passes[context_id] = trainer, self._version
+            self._versions[trainer] = self._version
         output: Tensor = replica(inputs.to(self._device))
-        return output.to(inputs.device)
+        return output
 
-    def gradient(self, context_id: int) -> tuple[Tensor, int, tuple[Tensor, ...]]:
-        """The gradient [total] of the pass in `context_id`, the version of its parameters, and the model's buffers
-        after it.
-        """
+    def gradient(
+        self, trainer: TrainerId, gradients: Mapping[Tensor, Tensor]
+    ) -> tuple[Tensor, int, tuple[Tensor, ...]]:
+        """The gradient [total] of the trainer's pass, by parameter in `gradients`, the version of the pass's
+        parameters, and the model's buffers after it."""
         with self._lock:
-            trainer, version = self._passes.pop(context_id)
-            replica = self._replicas[trainer]
-        gradients: dict[Tensor, Tensor] = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
+            replica, version = self._replicas[trainer], self._versions[trainer]
         parts = [gradients.get(one, torch.zeros_like(one)).reshape(-1).cpu() for one in model.trainable(replica)]
         return torch.cat(parts), version, model.buffers(replica)
 
     def drop(self, trainer: TrainerId) -> None:
-        """Drops the replica and the passes of a lost trainer."""
+        """Drops the replica of a lost trainer."""
         with self._lock:
             self._replicas.pop(trainer, None)
-            self._passes = {number: one for number, one in self._passes.items() if one[0] != trainer}
+            self._versions.pop(trainer, None)

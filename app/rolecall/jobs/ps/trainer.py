@@ -7,7 +7,6 @@ from collections import deque
 from contextlib import closing
 
 import torch
-import torch.distributed.autograd as dist_autograd
 
 from rolecall import Context, remote
 from rolecall.jobs.ps import PsSettings, data, local, model
@@ -75,27 +74,24 @@ def run(context: Context[PsSettings], replica: Replica, train: data.Split) -> No
 
 
 def run_autograd(context: Context[PsSettings], train: data.Split) -> None:
-    """The loop of `autograd`, the tutorial's way: forward through the lead's model, and backward through both processes
-    by distributed autograd; the lead steps the one optimizer.
+    """The loop of `autograd`, the tutorial's way: forward through the lead's model, and backward through both; the lead
+    steps the one optimizer.
     """
     metrics, me, lead = context.metrics, TrainerId.of(context.me, context.generation), context.rank0
-    seconds, device = deadline(context.settings), context.device if lead.name in context.torch.mapped else "cpu"
-    calls, key = context.options(timeout=seconds), GradientKey(me, 0)
+    calls, key = context.options(timeout=deadline(context.settings)), GradientKey(me, 0)
     answer = calls.call(lead, Server.exchange, GradientPart(key, 0, None, BatchReport(0, 0))).result()
-    server = context.reference(lead)
     while answer.assignment and answer.assignment.batches:
         for batch in answer.assignment.batches:
             key = GradientKey(me, key.number + 1)
             inputs, targets = train.batch(torch.from_numpy(batch))
-            inputs, targets = inputs.to(device), targets.to(device)
-            with dist_autograd.context() as context_id:
+            with context.gradients() as gradients:
                 with metrics.ps_compute_seconds.time():
-                    output = server.rpc_sync(timeout=seconds).forward(me, context_id, inputs)
-                    loss = model.loss(output, targets)
-                    dist_autograd.backward(context_id, [loss])  # type: ignore[attr-defined]
-                correct = int((output.argmax(1) == targets).sum())
+                    output = calls.call(lead, Server.forward, me, inputs).result()
+                    loss = model.loss(output, targets.to(output.device))
+                    loss.backward()
+                correct = int((output.argmax(1).cpu() == targets).sum())
                 report = BatchReport(0, len(batch), float(loss.detach()), correct)
                 with metrics.ps_wait_seconds.time():
-                    answer = calls.call(lead, Server.step, key, context_id, report).result()
+                    answer = calls.call(lead, Server.step, key, gradients.key, report).result()
             metrics.ps_computed_samples.inc(len(batch))
             context.report_step(key.number)

@@ -5,7 +5,7 @@ word_language_model of the PyTorch examples. docs/rnn.md lists the differences.
 
 `corpus`: text, tokens, batches. `evaluate`: perplexity and generated text. `export`: the model as one module. `loss`:
 cross-entropy in blocks. `metrics`: the metrics. `model`: the three parts of the model. `optimizer`: each rank's
-optimizers, and clipping. `roles`: the ps, rank 0, and the trainer.
+optimizers. `roles`: the ps, rank 0, and the trainer.
 """
 
 from __future__ import annotations
@@ -54,13 +54,12 @@ class RnnSettings(Settings):
 
 
 JOB = Job(
-    summary="language model: embedding and decoder on the ps, LSTM on the trainer, distributed autograd",
+    summary="language model: embedding and decoder on the ps, LSTM on the trainer, gradients that cross calls",
     settings=RnnSettings,
     roles=(
         Role("ps", "rolecall.jobs.rnn.roles:ModelServer", preload=("rolecall.jobs.rnn.roles",)),
-        Role("trainer", "rolecall.jobs.rnn.roles:Trainer", preload=("rolecall.jobs.rnn.roles",)),
+        Role("trainer", "rolecall.jobs.rnn.roles:Trainer", preload=("rolecall.jobs.rnn.roles",), stays=True),
     ),
-    torch_rpc=True,  # for distributed autograd
     check="rolecall.jobs.rnn.corpus:check",
     evaluate="rolecall.jobs.rnn.evaluate:evaluate",
     complete="rolecall.jobs.rnn.evaluate:complete",

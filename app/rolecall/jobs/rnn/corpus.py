@@ -56,8 +56,7 @@ class Text:
 @dataclass(frozen=True)
 class TextDescription:
     """The text that the trainer has read. An epoch is `steps` steps over `tokens` tokens, of which `targets` are
-    predicted.
-    """
+    predicted."""
 
     corpus: str
     digest: str
@@ -65,6 +64,8 @@ class TextDescription:
     tokens: int
     targets: int
     steps: int
+    validation_targets: int
+    validation_steps: int
 
     def state_dict(self) -> dict[str, Any]:
         """The part that a checkpoint contains."""

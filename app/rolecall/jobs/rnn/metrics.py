@@ -10,18 +10,18 @@ def _time(name: str, meaning: str, role: str) -> Metric:
 
 
 METRICS = (
-    Metric("gauge", "rnn_grad_norm", "Global gradient norm of the last step, before clipping.", roles=("trainer",)),
+    Metric("gauge", "rnn_grad_norm", "Global gradient norm of the last step, before clipping.", roles=("ps",)),
     Metric(
         "counter",
         "rnn_gradient_bytes_total",
         "Bytes of gradients sent and received by the backward pass, computed from shapes.",
         labels=("direction",),
-        roles=("trainer",),
+        roles=("ps",),
     ),
     _time("embedding", "Duration of a micro-batch's embedding lookup.", "ps"),
     _time("decoder", "Duration of a micro-batch's logits, loss and their gradients.", "ps"),
     _time("lstm", "Duration of a micro-batch's forward pass through the LSTM.", "trainer"),
-    _time("wait", "Time per step in which the trainer waits for the ps in the forward pass.", "trainer"),
-    _time("backward", "Duration of a step's distributed backward pass.", "trainer"),
-    _time("optimizer", "Duration of a step's clipping and optimizer updates on both ranks.", "trainer"),
+    _time("wait", "Time per step in which the ps waits for the trainer in the forward pass.", "ps"),
+    _time("backward", "Duration of a step's backward pass through both ranks.", "ps"),
+    _time("optimizer", "Duration of a step's clipping and optimizer updates on both ranks.", "ps"),
 )

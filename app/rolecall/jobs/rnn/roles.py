@@ -1,67 +1,62 @@
-"""The two roles: the ps, rank 0, holds the embedding and the decoder and requests steps, which the trainer makes."""
+"""The two roles: the ps, rank 0, holds the embedding and the decoder and makes the steps; the trainer has the text and
+the LSTM, through which each step goes."""
 
 from __future__ import annotations
 
-import io
-import threading
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+import copy
+from typing import Any
 
 import torch
-import torch.distributed.autograd as dist_autograd
 from torch import Tensor
-from torch.distributed import rpc
-from torch.futures import Future
 
-from rolecall import Context, remote
+from rolecall import Context, Future, remote
 from rolecall.jobs.rnn import RnnSettings, corpus, optimizer
 from rolecall.jobs.rnn.corpus import TextDescription
 from rolecall.jobs.rnn.evaluate import perplexity
-from rolecall.jobs.rnn.loss import GradientSums, LossThreads
+from rolecall.jobs.rnn.loss import LossThreads
 from rolecall.jobs.rnn.model import Decoder, Embedding, Lstm
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class ModelServer:
-    """The ps. The trainer calls `embed` and `decode` through a torch RRef of this object, so that gradients flow back,
-    and the methods marked as remote without gradients.
-    """
+    """The ps. No logits leave it."""
 
-    # built once the size of the vocabulary is known
+    # made once the text is known
+    text: TextDescription
     embedding: Embedding
     decoder: Decoder
-    dense: torch.optim.Optimizer  # of the decoder
-    sparse: torch.optim.Optimizer  # of the embedding
 
     def __init__(self, context: Context[RnnSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
+        self.calls = context.options(timeout=context.settings.step_timeout)
         self.loss_threads = LossThreads(context.threads)
-        self.sums = GradientSums()  # of the micro-batches of a step
-        self.step_context = -1  # the distributed autograd context of that step
-        self.lock = threading.Lock()  # one micro-batch at a time: the trainer waits for the first
+        self.asked = dict[tuple[bool, int], Future[tuple[Tensor, Tensor]]]()  # windows of the text
+        batch = torch.arange(context.settings.batch_size)
+        self.parts = [slice(int(part[0]), int(part[-1]) + 1) for part in batch.chunk(context.settings.micro_batches)]
 
     def run(self) -> dict[str, Any]:
-        """Trains for EPOCHS, and validates after each. Other threads serve the trainer's calls meanwhile."""
+        """Trains for EPOCHS, and validates after each."""
         context, settings = self.context, self.settings
-        (text,) = context.call_all(Trainer.describe)
-        self.build(len(text.vocabulary))
+        (self.trainer,) = context.peers("trainer")
+        (self.text,) = context.call_all(Trainer.describe)
+        text = self.text
+        self.embedding = Embedding(settings, len(text.vocabulary)).to(context.device)
+        self.decoder = Decoder(settings, len(text.vocabulary)).to(context.device)
+        dense, sparse = optimizer.dense(settings, self.decoder), optimizer.sparse(settings, self.embedding)
+        context.optimize(dense)
+        context.optimize(sparse)
         state = context.restore(
             {
                 "text": text,
                 "embedding": self.embedding,
                 "decoder": self.decoder,
-                "dense": self.dense,
-                "sparse": self.sparse,
+                "dense": dense,
+                "sparse": sparse,
                 "trainer": TrainerState(context),
                 "tokens": 0,
                 "loss": 0.0,
                 "history": [],
             }
         )
-        # longer than any call that the trainer makes meanwhile
-        calls = context.options(timeout=2 * settings.step_timeout + settings.rpc_timeout)
         steps = context.steps(
             settings.epochs * text.steps,
             work=settings.epochs * text.targets,
@@ -72,13 +67,13 @@ class ModelServer:
         )
         for step in steps:
             epoch = -(-step // text.steps)
-            ((loss, tokens),) = calls.call_all(Trainer.train, step)
+            loss, tokens = self.train((step - 1) % text.steps)
             state["tokens"] += tokens
             state["loss"] += loss * tokens
             context.log(done=state["tokens"], loss=loss, epoch=epoch)
             if step == epoch * text.steps:  # the last of the epoch
                 with context.evaluating():
-                    (validated,) = context.call_all(Trainer.validate)
+                    validated = self.validate()
                 trained, score = state["loss"] / text.targets, perplexity(validated)
                 message = f"Epoch {epoch}\tvalidation loss {validated:.4f}\tperplexity {score:.2f}"
                 context.logger.info(message, training_loss=round(trained, 4))
@@ -89,57 +84,61 @@ class ModelServer:
         message = f"Finished: validation perplexity {score:.2f} after {epochs} epochs"
         return context.finish(message, perplexity=score, epochs=epochs, steps=context.step)
 
-    def build(self, tokens: int) -> None:
-        """Builds the modules and their optimizers."""
-        self.embedding = Embedding(self.settings, tokens).to(self.context.device)
-        self.decoder = Decoder(self.settings, tokens).to(self.context.device)
-        self.dense = optimizer.dense(self.settings, self.decoder)
-        self.sparse = optimizer.sparse(self.settings, self.embedding)
+    def train(self, number: int) -> tuple[float, int]:
+        """Makes a step with a window of the text. Returns the mean loss per token, and the number of predicted
+        tokens."""
+        metrics, context = self.metrics, self.context
+        inputs, targets = self.window(True, number, self.text.steps)
+        with context.gradients() as gradients:
+            losses = self.losses(inputs, targets, number, 1 / targets.numel())
+            with metrics.rnn_backward_seconds.time():
+                torch.stack(losses).sum().backward()
+            with metrics.rnn_optimizer_seconds.time():
+                loss, norm = float(torch.stack(losses).sum()), gradients.norm()
+                context.require_finite(loss, norm, hint="the loss or its gradient is not finite; lower LR")
+                gradients.step(optimizer.MAX_GRAD_NORM)
+        metrics.rnn_grad_norm.set(norm)
+        for direction, width in (("received", self.settings.embedding_size), ("sent", self.settings.hidden_size)):
+            metrics.rnn_gradient_bytes.labels(direction).inc(4 * width * targets.numel())
+        return loss, targets.numel()
 
-    # ---- called through a reference
+    @torch.no_grad()
+    def validate(self) -> float:
+        """The mean loss per token of the validation text."""
+        total, count = 0.0, self.text.validation_steps
+        for number in range(count):
+            total += float(sum(self.losses(*self.window(False, number, count), number, 1.0)))
+        return total / self.text.validation_targets
 
-    @remote
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The vectors [length, batch, width] of `tokens` [length, batch]."""
-        with self.metrics.rnn_embedding_seconds.time(), self.context.span("embed"):
-            vectors: Tensor = self.embedding(tokens.to(self.embedding.weight.device))
-            return self._outgoing(vectors)
+    def window(self, training: bool, number: int, count: int) -> tuple[Tensor, Tensor]:
+        """A window of the text, of `count`. The trainer sends the next one meanwhile."""
 
-    def decode(self, context_id: int, hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """The summed loss [] of `targets` [length, batch] after `hidden` [length, batch, hidden], times `scale`. Logits
-        and their gradients stay on this rank.
-        """
-        with self.metrics.rnn_decoder_seconds.time(), self.context.span("decode"), self.lock:
-            if self.step_context != context_id:
-                self.step_context, self.sums = context_id, GradientSums()
-            return self._outgoing(self._loss(hidden, targets, scale))
+        def ask(number: int) -> Future[tuple[Tensor, Tensor]]:
+            return self.calls.call(self.trainer, Trainer.window, training, number)
 
-    # ---- called without gradients
+        asked = self.asked.pop((training, number), None) or ask(number)
+        following = (number + 1) % count
+        self.asked = {(training, following): ask(following)}
+        return asked.result()
 
-    @remote
-    def square_norm(self, context_id: int) -> float:
-        """The square of the norm of this rank's gradients."""
-        return optimizer.square_norm(context_id)
-
-    @remote
-    def step(self, context_id: int, norm: float) -> None:
-        """Makes a step of this rank's optimizers, with gradients that are clipped by the global `norm`."""
-        optimizer.step(context_id, norm, self.dense, self.sparse)
-
-    @remote
-    def validate(self, hidden: Tensor, targets: Tensor) -> float:
-        """The summed loss of `targets` [length, batch] after `hidden` [length, batch, hidden], without gradients."""
-        with torch.no_grad(), self.lock:
-            return float(self._loss(hidden, targets, 1.0))
-
-    def _loss(self, hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
-        layer, device = self.decoder, self.decoder.weight.device
-        return layer.loss(hidden.to(device), targets.to(device), scale, pool=self.loss_threads, sums=self.sums)
-
-    def _outgoing(self, tensor: Tensor) -> Tensor:
-        """`tensor` on the device that the trainer expects: a GPU only if both ranks compute on one."""
-        trainer = self.context.peers("trainer")[0].name
-        return tensor.to(self.context.device if trainer in self.context.torch.mapped else "cpu")
+    def losses(self, inputs: Tensor, targets: Tensor, number: int, scale: float) -> list[Tensor]:
+        """The summed loss of each micro-batch, times `scale`. One is decoded while the LSTM processes the next."""
+        metrics, answers, losses = self.metrics, list[Future[Tensor]](), list[Tensor]()
+        for part, columns in enumerate(self.parts):
+            with metrics.rnn_embedding_seconds.time():
+                vectors = self.embedding(inputs[:, columns].to(self.embedding.weight.device))
+            answers.append(self.calls.call(self.trainer, Trainer.hidden, part, number, vectors))
+        waited = 0.0
+        for answer, columns in zip(answers, self.parts, strict=True):
+            with self.context.timer() as timer:
+                hidden = answer.result()
+            waited += timer.seconds
+            with metrics.rnn_decoder_seconds.time(), self.context.span("decode"):
+                device, wanted = self.decoder.weight.device, targets[:, columns].contiguous()
+                losses.append(self.decoder.loss(hidden.to(device), wanted.to(device), scale, pool=self.loss_threads))
+        if torch.is_grad_enabled():
+            metrics.rnn_wait_seconds.observe(waited)
+        return losses
 
 
 class TrainerState:
@@ -149,9 +148,9 @@ class TrainerState:
         self._context = context
 
     def state_dict(self) -> dict[str, Any]:
-        """Fetches the state to the CPU."""
+        """Fetches the state."""
         (saved,) = self._context.call_all(Trainer.save)
-        return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        return saved
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sends the state to the trainer."""
@@ -159,130 +158,77 @@ class TrainerState:
 
 
 class Trainer:
-    """The text, the LSTM with its state and its optimizer, and a reference to the ps's object."""
+    """The text, the LSTM with its state and its optimizer."""
 
     def __init__(self, context: Context[RnnSettings]) -> None:
-        self.context, self.settings, self.metrics = context, context.settings, context.metrics
-        settings, self.device = self.settings, context.device
-        self.calls = context.options(timeout=settings.step_timeout)
-        self.rpc_device = self.device if context.rank0.name in context.torch.mapped else torch.device("cpu")
+        self.settings, self.metrics, self.device = context.settings, context.metrics, context.device
         with context.phase("loading"):
-            self.text = corpus.load(settings)
-        self.train_streams = corpus.streams(self.text.train, settings.batch_size)
-        self.validation_streams = corpus.streams(self.text.validation, settings.batch_size)
-        columns = torch.arange(settings.batch_size).chunk(settings.micro_batches)
-        self.micro_batches = [slice(int(part[0]), int(part[-1]) + 1) for part in columns]
-        self.lstm = Lstm(settings).to(self.device)
-        self.optimizer = optimizer.dense(settings, self.lstm)
-        self.state = self.lstm.start(settings.batch_size)
-        torch.manual_seed(settings.seed)  # dropout is the same in every generation
-        self.server: rpc.RRef[ModelServer] = context.reference(context.rank0)
+            self.text = corpus.load(context.settings)
+        parts = self.text.validation, self.text.train
+        self.streams = [corpus.streams(part, context.settings.batch_size) for part in parts]
+        self.lstm = Lstm(context.settings).to(self.device)
+        self.optimizer = optimizer.dense(context.settings, self.lstm)
+        context.optimize(self.optimizer)
+        torch.manual_seed(context.settings.seed)  # dropout is the same in every generation
+        start = self.lstm.start(context.settings.batch_size)
+        chunks = [*zip(*(each.chunk(context.settings.micro_batches, 1) for each in start), strict=True)]
+        self.states = [dict(enumerate(chunks)) for _ in parts]  # of the LSTM, of each micro-batch
+        self.initial = copy.deepcopy(self.save())
 
-    @remote(turn=True)
+    def attached(self, _: Context[RnnSettings]) -> None:
+        """Begins anew, unless `load` follows."""
+        self.load(self.initial)
+
+    @remote
     def describe(self) -> TextDescription:
-        """Describes the text, once it is read and the LSTM is built."""
+        """Describes the text."""
+        (validation, train), sequence = self.streams, self.settings.sequence
         return TextDescription(
             corpus=self.settings.corpus,
             digest=self.text.digest,
             vocabulary=self.text.vocabulary,
             tokens=len(self.text.train),
-            targets=corpus.targets(self.train_streams),
-            steps=corpus.steps(self.train_streams, self.settings.sequence),
+            targets=corpus.targets(train),
+            steps=corpus.steps(train, sequence),
+            validation_targets=corpus.targets(validation),
+            validation_steps=corpus.steps(validation, sequence),
         )
 
-    @remote(turn=True)
-    def train(self, step: int) -> tuple[float, int]:
-        """Makes a step. Returns the mean loss per token, and the number of predicted tokens."""
-        settings, metrics, context = self.settings, self.metrics, self.context
-        position = (step - 1) % corpus.steps(self.train_streams, settings.sequence)
-        inputs, targets = corpus.window(self.train_streams, position, settings.sequence)
-        if position == 0:
-            self.state = self.lstm.start(settings.batch_size)
-        self.lstm.train()
-        with dist_autograd.context() as context_id:
-            # forward pass: the ps decodes one micro-batch while the LSTM processes the next
-            waited, losses, states, parts = 0.0, [], [], self.micro_batches
-            lookups = [self._invoke(ModelServer.embed, inputs[:, part].contiguous()) for part in parts]
-            for part, lookup in zip(parts, lookups, strict=True):
-                with context.timer() as timer, context.span("wait"):
-                    vectors = lookup.wait()
-                waited += timer.seconds
-                with metrics.rnn_lstm_seconds.time():
-                    hidden, cell = (each[:, part].contiguous() for each in self.state)
-                    output, after = self.lstm(vectors.to(self.device), (hidden, cell))
-                states.append(after)
-                arguments = output.to(self.rpc_device), targets[:, part].contiguous(), 1 / targets.numel()
-                losses.append(self._invoke(ModelServer.decode, context_id, *arguments))
-            with context.timer() as timer, context.span("wait"):
-                mean = torch.stack(torch.futures.wait_all(losses)).sum()
-            metrics.rnn_wait_seconds.observe(waited + timer.seconds)
-            # one backward pass for all micro-batches: torch's engine waits for every call made in the context, so a
-            # pass for a single micro-batch would never end
-            with metrics.rnn_backward_seconds.time():
-                dist_autograd.backward(context_id, [mean])  # type: ignore[attr-defined]
-            with metrics.rnn_optimizer_seconds.time():
-                square = self.calls.call(context.rank0, ModelServer.square_norm, context_id)
-                norm = (optimizer.square_norm(context_id) + square.result()) ** 0.5
-                loss = float(mean.detach())
-                context.require_finite(loss, norm, hint="the loss or its gradient is not finite; lower LR")
-                stepped = self.calls.call(context.rank0, ModelServer.step, context_id, norm)
-                optimizer.step(context_id, norm, self.optimizer)
-                stepped.result()
-        hidden, cell = (torch.cat(columns, 1).detach() for columns in zip(*states, strict=True))
-        self.state = hidden, cell
-        metrics.rnn_grad_norm.set(norm)
-        for direction, width in (("received", settings.hidden_size), ("sent", settings.embedding_size)):
-            metrics.rnn_gradient_bytes.labels(direction).inc(4 * width * targets.numel())
-        context.report_step(step)
-        return loss, targets.numel()
+    @remote
+    def window(self, training: bool, number: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [up to SEQUENCE, batch]."""
+        return corpus.window(self.streams[training], number, self.settings.sequence)
 
-    def _invoke(self, method: Callable[Concatenate[ModelServer, P], T], *args: P.args, **_: P.kwargs) -> Future[T]:
-        """Calls `method` of the ps's object by torch's RPC, which records the call for the backward pass."""
-        # the future of `self.server.rpc_async()` takes no tensors of a GPU
-        arguments, seconds = (self.server, method, *args), self.settings.step_timeout
-        return rpc.rpc_async(self.server.owner(), invoke, args=arguments, timeout=seconds)  # type: ignore[no-any-return]
+    @remote(grad=True, serial=True)
+    def hidden(self, part: int, number: int, vectors: Tensor) -> Tensor:
+        """The hidden states [length, streams, hidden] after `vectors` [length, streams, width] of the micro-batch
+        `part` of window `number`. It trains if gradients are on."""
+        training = torch.is_grad_enabled()
+        states = self.states[training]
+        if number == 0:
+            states[part] = self.lstm.start(vectors.shape[1])
+        self.lstm.train(training)
+        with self.metrics.rnn_lstm_seconds.time():
+            hidden, (one, two) = self.lstm(vectors.to(self.device), states[part])
+        states[part] = one.detach(), two.detach()
+        return hidden  # type: ignore[no-any-return]
 
-    @remote(turn=True)
-    @torch.no_grad()
-    def validate(self) -> float:
-        """The mean loss per token of the validation text."""
-        self.lstm.eval()
-        streams, sequence, ps = self.validation_streams, self.settings.sequence, self.context.rank0
-        state, total = self.lstm.start(self.settings.batch_size), 0.0
-        pending = []
-        for number in range(corpus.steps(streams, sequence)):
-            inputs, targets = corpus.window(streams, number, sequence)
-            vectors = self.calls.call(ps, ModelServer.embed, inputs).result()
-            output, state = self.lstm(vectors.to(self.device), state)
-            pending.append(self.calls.call(ps, ModelServer.validate, output, targets))
-            if len(pending) > 1:  # while the ps computes the newest
-                total += pending.pop(0).result()
-        total += sum(call.result() for call in pending)
-        return total / corpus.targets(streams)
-
-    @remote(turn=True)
-    def save(self) -> bytes:
-        """The trainer's part of a checkpoint, serialized by torch: `load` continues exactly from it."""
-        file = io.BytesIO()
-        state = {
+    @remote
+    def save(self) -> dict[str, Any]:
+        """The trainer's part of a checkpoint: `load` continues exactly from it."""
+        hidden, cell = (torch.cat(each, 1) for each in zip(*self.states[True].values(), strict=True))
+        return {
             "lstm": self.lstm.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "state": self.state,
+            "state": (hidden, cell),
             "rng": torch.get_rng_state(),
         }
-        torch.save(state, file)
-        return file.getvalue()
 
-    @remote(turn=True)
+    @remote
     def load(self, state: dict[str, Any]) -> None:
         """Continues from the trainer's part of a checkpoint."""
         self.lstm.load_state_dict(state["lstm"])
         self.optimizer.load_state_dict(state["optimizer"])
-        hidden, cell = state["state"]
-        self.state = hidden.to(self.device), cell.to(self.device)
+        hidden, cell = (each.to(self.device).chunk(self.settings.micro_batches, 1) for each in state["state"])
+        self.states[True] = dict(enumerate(zip(hidden, cell, strict=True)))
         torch.set_rng_state(state["rng"])
-
-
-def invoke(server: rpc.RRef[ModelServer], method: Callable[..., T], *args: Any) -> T:
-    """Runs at the ps, called by the trainer."""
-    return method(server.local_value(), *args)

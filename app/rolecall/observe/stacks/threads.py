@@ -28,7 +28,6 @@ WAITS = {
     ("rolecall/context/meeting.py", "_meet"): "for the other ranks' workers",
     ("rolecall/context/transport.py", "forward"): "for rank 0 to take its progress",
     ("rolecall/torch_rpc/distributed.py", "join_group"): "for the members of its process group",
-    ("rolecall/torch_rpc/agent.py", "_start"): "for the other ranks' RPC",
     ("rolecall/torch_rpc/store.py", "open_store"): "for rank 0's store",
     ("rolecall/context/group.py", "require_peers"): "for a peer to come",
     ("torch/distributed/rpc/api.py", "shutdown"): "for all ranks to end their RPC",

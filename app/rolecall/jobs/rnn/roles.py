@@ -94,7 +94,7 @@ class ModelServer:
             with metrics.rnn_backward_seconds.time():
                 torch.stack(losses).sum().backward()
             with metrics.rnn_optimizer_seconds.time():
-                loss, norm = float(torch.stack(losses).sum()), gradients.norm()
+                loss, norm = float(torch.stack(losses).detach().sum()), gradients.norm()
                 context.require_finite(loss, norm, hint="the loss or its gradient is not finite; lower LR")
                 gradients.step(optimizer.MAX_GRAD_NORM)
         metrics.rnn_grad_norm.set(norm)

@@ -25,7 +25,7 @@ from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.link import Link, Sockets, pair
 from rolecall.wire.messages import EXAMINE_SECONDS, Deadline, Failure, Request
-from rolecall.wire.readers import LongCallMonitor
+from rolecall.wire.readers import Readers, step_aside
 from rolecall.wire.session import Session
 
 MAX_WAIT_SECONDS = 3600.0  # of the thread that keeps deadlines, which looks again then
@@ -63,7 +63,7 @@ class Wire:
     ) -> None:
         self.me, self._dial, self._limit, self._lost = me, dial, max_message_bytes, lost
         self.dispatcher, self.session = dispatcher, session
-        self._monitor = LongCallMonitor()
+        self._readers = Readers()
         self._links = Links()
         self._lock = threading.Lock()  # for it; what it says is done without the lock
         self._looks_at = float("inf")  # when the thread that keeps deadlines looks next
@@ -76,7 +76,7 @@ class Wire:
         try:
             self._take(self._links.end, self.session.problem)
         finally:
-            self._monitor.stop()
+            self._readers.stop()
             self._wakeups.put(None)
 
     # ---- what is to be done
@@ -179,7 +179,7 @@ class Wire:
             sockets,
             session=self.session,
             limit=self._limit,
-            monitor=self._monitor,
+            readers=self._readers,
             quick=self._quick,
             received=self._received,
             closed=self._closed,
@@ -291,6 +291,7 @@ class Wire:
                 with self._lock:
                     self._links.expect(call, clock.now())
                     self._timed(self._links.batch())
+                step_aside()
                 frame = items.get()  # bounded by the deadline, if there is one, and by the peer
                 if isinstance(frame, Frame):
                     with self._lock:
@@ -326,6 +327,7 @@ class Wire:
         if batch:
             self._do(batch)
         if call.room:
+            step_aside()
             call.room.wait()  # bounded by its deadline, if there is one, and by the peer
             link = call.link
         if link is not None:
@@ -443,6 +445,11 @@ class Wire:
             self.dispatcher.received(link, frame)
             return
         call = cast(Pending | None, self._links.sent(frame.call, link))
+        if frame.regions:
+            loaded = link.load(frame)
+            if loaded is None:
+                return
+            frame = loaded
         if frame.kind != Kind.ITEM:
             link.release(frame)
         if call is not None:

@@ -21,6 +21,7 @@ import numpy as np
 from rolecall.wire import memory
 from rolecall.wire.codec import Encoded
 from rolecall.wire.memory import Region
+from rolecall.wire.readers import step_aside
 
 HEAD = struct.Struct("!BBHQQ")
 SIZE, REGION = struct.Struct("!Q"), struct.Struct("!QQ")
@@ -45,7 +46,8 @@ class Kind(enum.IntEnum):
 
 
 class Frame(NamedTuple):
-    """A frame that was received. `excess` is the size of a message that is too large, of which nothing was kept."""
+    """A frame that was received. `excess` is the size of a message that is too large, of which nothing was kept;
+    `regions` are the sender's memory that is its buffers' until `FrameReader.load` has read it."""
 
     kind: int
     call: int
@@ -53,6 +55,7 @@ class Frame(NamedTuple):
     buffers: Sequence[bytearray | memoryview]
     in_memory: bool = False
     excess: int = 0
+    regions: Sequence[Region] = ()
 
     @property
     def nbytes(self) -> int:
@@ -66,16 +69,86 @@ class FrameError(ConnectionError):
 
 class FrameReader:
     """Reads frames from `sock`, of at most `limit` bytes each; buffers in memory are those of the process `pid`. One
-    thread at a time. A frame takes no memory, beyond a constant, before its bytes have arrived."""
+    thread at a time. A frame takes no memory, beyond a constant, before its bytes have arrived.
+
+    `next` waits for a frame. `receive` and `take` wait for nothing: a frame that the buffer has no room for is `large`,
+    and left for `next`."""
 
     def __init__(self, sock: socket.socket, limit: int, pid: int = 0) -> None:
         self._sock, self._limit, self._pid = sock, limit, pid
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._flags = 0 if self._tls else socket.MSG_DONTWAIT
         self._buffer = bytearray(RECEIVE_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # of what has arrived and was not read
+        self.large = False  # the next frame is
+
+    def receive(self) -> bool:
+        """Takes what has arrived. Returns False if nothing has. Raises EOFError at the end of the connection, and
+        OSError. TLS is to be without waits: see `waits`."""
+        self._move()
+        try:
+            arrived = self._sock.recv_into(self._view[self._end :], 0, self._flags)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return False
+        if not arrived:
+            raise EOFError("the connection has ended")
+        self._end += arrived
+        return True
+
+    def take(self) -> Frame | None:
+        """The next frame, whose buffers may be in memory yet, if it has arrived and is not large. Raises FrameError."""
+        start = self._start
+        arrived = self._end - start
+        if arrived < HEAD.size:
+            return None
+        kind, flags, count, length, call = HEAD.unpack_from(self._buffer, start)
+        if kind not in _KINDS or flags & ~IN_MEMORY:
+            return self._read()  # which refuses it
+        plain = not (count or flags)
+        size = HEAD.size + length if plain else self._size(count, flags, length)
+        if arrived < size:
+            self.large = size > RECEIVE_BYTES
+            return None
+        if not plain or length > self._limit:
+            return self._read()
+        self._start = start + size
+        return Frame(kind, call, bytes(self._view[start + HEAD.size : start + size]), ())
+
+    def _size(self, count: int, flags: int, length: int) -> int:
+        """Bytes of the frame at the start of the buffer; of its beginning, until its table is there."""
+        entry = REGION if flags else SIZE
+        table = HEAD.size + count * entry.size
+        if self._end - self._start < table:
+            return table
+        if flags:
+            return table + length
+        sizes = SIZE.iter_unpack(self._view[self._start + HEAD.size : self._start + table])
+        return table + length + sum(int(size) for (size,) in sizes)
+
+    def has_more(self) -> bool:
+        """Whether `receive` may find more, of which the socket says nothing: TLS has decrypted it already, or a frame
+        takes several of its records."""
+        return self._tls and (self._end > self._start or bool(self._sock.pending()))  # type: ignore[attr-defined]
+
+    def waits(self, waits: bool) -> None:
+        """Whether TLS waits for what has not arrived: `next` does, `receive` does not."""
+        if self._tls:
+            self._sock.setblocking(waits)
 
     def next(self) -> Frame:
         """The next frame. Raises EOFError at the end of the connection, FrameError, OSError and MemoryError."""
+        self.large = False
+        return self.load(self._read())
+
+    def load(self, frame: Frame) -> Frame:
+        """The frame with its buffers, which are read from memory if they are there. Any thread may ask for that. Raises
+        OSError and MemoryError."""
+        if not frame.regions:
+            return frame
+        return frame._replace(buffers=[memory.read(self._pid, region).data for region in frame.regions], regions=())
+
+    def _read(self) -> Frame:
         self._require(HEAD.size)
         kind, flags, count, length, call = HEAD.unpack_from(self._buffer, self._start)
         self._start += HEAD.size
@@ -89,7 +162,7 @@ class FrameReader:
             return Frame(kind, call, b"", (), in_memory=in_memory, excess=total)
         body = self._bytes(length) if length <= RECEIVE_BYTES else memoryview(self._large(length))
         if in_memory:
-            return Frame(kind, call, body, [memory.read(self._pid, region).data for region in regions], True)
+            return Frame(kind, call, body, (), in_memory=True, regions=regions)
         return Frame(kind, call, body, [self._large(region.nbytes) for region in regions])
 
     def _regions(self, count: int, in_memory: bool) -> list[Region]:
@@ -104,18 +177,23 @@ class FrameReader:
         return [Region(0, size) for (size,) in SIZE.iter_unpack(table)]
 
     def _require(self, count: int) -> None:
-        """Waits until `count` bytes, less than the buffer has, are there."""
+        """Waits until `count` bytes, less than the buffer has, are there; further ones are left where they are."""
         if self._end - self._start >= count:
             return
-        if self._start:
-            left = self._end - self._start
-            self._view[:left] = bytes(self._view[self._start : self._end])
-            self._start, self._end = 0, left
+        self._move()
         while self._end < count:
-            arrived = self._sock.recv_into(self._view[self._end :])
+            arrived = self._sock.recv_into(self._view[self._end : count])
             if not arrived:
                 raise EOFError("the connection has ended")
             self._end += arrived
+
+    def _move(self) -> None:
+        """Moves what was not read to the start of the buffer."""
+        if self._start:
+            left = self._end - self._start
+            if left:
+                self._view[:left] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, left
 
     def _bytes(self, count: int) -> bytes:
         """The next `count` bytes, at most RECEIVE_BYTES."""
@@ -179,7 +257,7 @@ class FrameWriter:
         head = _head(kind, call, content)
         if len(body) + size <= JOIN_BYTES:
             data = b"".join((head, body, *buffers))
-            with self._lock:
+            with self._alone():
                 self._sock.sendall(data)
             return
         parts = (
@@ -187,8 +265,14 @@ class FrameWriter:
             if len(body) <= JOIN_BYTES
             else [memoryview(head), memoryview(body), *buffers]
         )
-        with self._lock:
+        with self._alone():
             self._send_parts(parts)
+
+    def _alone(self) -> threading.Lock:
+        """What is held while a frame is sent. Who holds it may wait for the peer to read."""
+        if self._lock.locked():
+            step_aside()
+        return self._lock
 
     def try_send(self, kind: Kind, call: int, content: Encoded) -> bool:
         """Sends a frame that is not large if that takes no wait. Returns whether it did. Raises OSError."""
@@ -225,7 +309,7 @@ class FrameWriter:
         table = b"".join(REGION.pack(memory.address_of(buffer), buffer.nbytes) for buffer in buffers)
         read = self._held[kind, call] = threading.Event()
         try:
-            with self._lock:
+            with self._alone():
                 self._sock.sendall(HEAD.pack(kind, IN_MEMORY, len(buffers), len(body), call) + table + body)
             if self._closed:
                 raise ConnectionError("the connection was closed")

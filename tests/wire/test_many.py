@@ -111,17 +111,17 @@ def test_a_call_within_a_method_is_answered_without_a_look(wires: Wires, monkeyp
     assert wires.call("a", "b", "bounce", "a", 8).result(DEADLINE) == 8
 
 
-def test_the_threads_end_with_the_last_link(wires: Wires, callers: list[Caller]) -> None:
+def test_the_threads_end_with_the_session(wires: Wires, callers: list[Caller]) -> None:
     shared = wires.wires["b"]._readers
     callers[0].send(1, "echo", 1)
     assert callers[0].reader.next().call == 1
     for each in callers[:-1]:
         each.sock.close()
     callers[-1].sock.sendall(struct.pack("!Q", 0) * 4)  # no frame
-    until(lambda: not shared._spare, "the threads' end")
+    until(lambda: not wires.wires["b"]._links._accepted, "the end of all links")
     again = Caller(wires, LINKS)
     with again.sock:
         again.send(1, "echo", 1)
         assert again.reader.next().call == 1
-    wires.wires["b"].session.end()
-    until(lambda: shared._epoll.closed, "what they have waited for")
+        wires.wires["b"].session.end()
+        until(lambda: shared._epoll.closed, "the threads' end")

@@ -445,11 +445,6 @@ class Wire:
             self.dispatcher.received(link, frame)
             return
         call = cast(Pending | None, self._links.sent(frame.call, link))
-        if frame.regions:
-            loaded = link.load(frame)
-            if loaded is None:
-                return
-            frame = loaded
         if frame.kind != Kind.ITEM:
             link.release(frame)
         if call is not None:

@@ -29,7 +29,7 @@ from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
 from rolecall.wire.messages import MAX_RUNNING, Failure, Handover, Request, pickled
-from rolecall.wire.readers import step_aside
+from rolecall.wire.readers import LongMethods
 from rolecall.wire.serial import Line
 from rolecall.wire.session import belongs_to, serving
 
@@ -37,8 +37,6 @@ STREAM_CREDITS = 16  # items of a stream that may be on their way
 MAX_STREAMS = 1024  # that a worker serves at a time, a thread each; a further one is refused
 MAX_UNREAD = 64  # answers that one caller has not read; its further calls wait
 MAX_UNREAD_BYTES = 128 * 2**20  # of them
-SHORT_SECONDS = 0.0002  # a call that takes no longer is not worth another thread
-LONG_CALLS = 16  # of a method after a long one: another thread reads on before they begin
 MAX_STACKS_CHARS = 8_000
 _loops = weakref.WeakSet[asyncio.AbstractEventLoop]()  # that run `async` methods
 
@@ -93,8 +91,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._running, self._waiting = 0, deque[Call]()
         self._held_back: dict[Link, list[Call]] = {}  # calls of peers that do not read their answers
-        self._streams = 0
-        self._long: dict[str, int] = {}  # by method: so many further calls may run for long
+        self._streams, self._long = 0, LongMethods()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
@@ -166,10 +163,6 @@ class Dispatcher:
 
     def _unpack(self, link: Link, frame: Frame) -> Call | None:
         """The call of a request; None if it has failed."""
-        loaded = link.load(frame)
-        if loaded is None:
-            return None
-        frame = loaded
         link.release(frame)
         if frame.excess:
             text = f"a message of {frame.excess} bytes is over MAX_MESSAGE_BYTES of {self._me}; send it in parts"
@@ -359,9 +352,7 @@ class Dispatcher:
     ) -> concurrent.futures.Future[Any] | None:
         """Calls a method. Returns the future that it has returned, if it has. `waits`: see `_answer`."""
         request = call.request
-        if calls := self._long.get(request.method):
-            self._long[request.method] = calls - 1
-            step_aside()
+        may_be_long = self._long.begin(request.method)
         call.begun, call.thread = clock.now(), this_thread()
         token = serving.set(call.link.session)
         try:
@@ -374,8 +365,7 @@ class Dispatcher:
             return None
         finally:
             serving.reset(token)
-            if clock.now() - call.begun > SHORT_SECONDS:
-                self._long[request.method] = LONG_CALLS
+            self._long.end(request.method, may_be_long, clock.now() - call.begun)
         if isinstance(value, concurrent.futures.Future):
             self._answer_later(call, value, span)
             return value

@@ -46,8 +46,7 @@ class Kind(enum.IntEnum):
 
 
 class Frame(NamedTuple):
-    """A frame that was received. `excess` is the size of a message that is too large, of which nothing was kept;
-    `regions` are the sender's memory that is its buffers' until `FrameReader.load` has read it."""
+    """A frame that was received. `excess` is the size of a message that is too large, of which nothing was kept."""
 
     kind: int
     call: int
@@ -55,7 +54,6 @@ class Frame(NamedTuple):
     buffers: Sequence[bytearray | memoryview]
     in_memory: bool = False
     excess: int = 0
-    regions: Sequence[Region] = ()
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +69,8 @@ class FrameReader:
     """Reads frames from `sock`, of at most `limit` bytes each; buffers in memory are those of the process `pid`. One
     thread at a time. A frame takes no memory, beyond a constant, before its bytes have arrived.
 
-    `next` waits for a frame. `receive` and `take` wait for nothing: a frame that the buffer has no room for is `large`,
-    and left for `next`."""
+    `next` waits for a frame. `receive` and `take` wait for nothing: a frame that the buffer has no room for, or whose
+    buffers are in memory, is `large`, and left for `next`."""
 
     def __init__(self, sock: socket.socket, limit: int, pid: int = 0) -> None:
         self._sock, self._limit, self._pid = sock, limit, pid
@@ -97,32 +95,28 @@ class FrameReader:
         return True
 
     def take(self) -> Frame | None:
-        """The next frame, whose buffers may be in memory yet, if it has arrived and is not large. Raises FrameError."""
+        """The next frame, if it has arrived and is not large. Raises FrameError."""
         start = self._start
         arrived = self._end - start
         if arrived < HEAD.size:
             return None
         kind, flags, count, length, call = HEAD.unpack_from(self._buffer, start)
         if kind not in _KINDS or flags & ~IN_MEMORY:
-            return self._read()  # which refuses it
-        plain = not (count or flags)
-        size = HEAD.size + length if plain else self._size(count, flags, length)
-        if arrived < size:
-            self.large = size > RECEIVE_BYTES
+            return self.next()  # which refuses it
+        size = HEAD.size + length if not count else self._size(count, length)
+        if arrived < size or flags:
+            self.large = bool(flags) or size > RECEIVE_BYTES
             return None
-        if not plain or length > self._limit:
-            return self._read()
+        if count or length > self._limit:
+            return self.next()
         self._start = start + size
         return Frame(kind, call, bytes(self._view[start + HEAD.size : start + size]), ())
 
-    def _size(self, count: int, flags: int, length: int) -> int:
+    def _size(self, count: int, length: int) -> int:
         """Bytes of the frame at the start of the buffer; of its beginning, until its table is there."""
-        entry = REGION if flags else SIZE
-        table = HEAD.size + count * entry.size
+        table = HEAD.size + count * SIZE.size
         if self._end - self._start < table:
             return table
-        if flags:
-            return table + length
         sizes = SIZE.iter_unpack(self._view[self._start + HEAD.size : self._start + table])
         return table + length + sum(int(size) for (size,) in sizes)
 
@@ -139,16 +133,6 @@ class FrameReader:
     def next(self) -> Frame:
         """The next frame. Raises EOFError at the end of the connection, FrameError, OSError and MemoryError."""
         self.large = False
-        return self.load(self._read())
-
-    def load(self, frame: Frame) -> Frame:
-        """The frame with its buffers, which are read from memory if they are there. Any thread may ask for that. Raises
-        OSError and MemoryError."""
-        if not frame.regions:
-            return frame
-        return frame._replace(buffers=[memory.read(self._pid, region).data for region in frame.regions], regions=())
-
-    def _read(self) -> Frame:
         self._require(HEAD.size)
         kind, flags, count, length, call = HEAD.unpack_from(self._buffer, self._start)
         self._start += HEAD.size
@@ -162,7 +146,7 @@ class FrameReader:
             return Frame(kind, call, b"", (), in_memory=in_memory, excess=total)
         body = self._bytes(length) if length <= RECEIVE_BYTES else memoryview(self._large(length))
         if in_memory:
-            return Frame(kind, call, body, (), in_memory=True, regions=regions)
+            return Frame(kind, call, body, [memory.read(self._pid, region).data for region in regions], True)
         return Frame(kind, call, body, [self._large(region.nbytes) for region in regions])
 
     def _regions(self, count: int, in_memory: bool) -> list[Region]:

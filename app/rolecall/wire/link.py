@@ -156,12 +156,13 @@ class Link:
                     if self._takes_time(frame):
                         return frame
                 elif self._reader.large:
-                    self._readers.pause(self)
+                    self._readers.remove(self)
                     return LARGE
                 elif not (self._reader.has_more() and self._reader.receive()):
                     return None
         except BROKEN as error:
             self.close(str(error) or type(error).__name__)
+        self._readers.remove(self)
         self._end_reading()
         return None
 
@@ -196,16 +197,9 @@ class Link:
             self.close(str(error) or type(error).__name__)
             self._end_reading()
             return None
-        self._readers.resume(self)
+        if not self._readers.add(self):
+            self._end_reading()  # which is over for all
         return frame if takes_time else None
-
-    def load(self, frame: Frame) -> Frame | None:
-        """The frame with its buffers; None if they cannot be read, which closes the link."""
-        try:
-            return self._reader.load(frame)
-        except BROKEN as error:
-            self.close(str(error))
-            return None
 
     def _end_reading(self) -> None:
         """The link has been closed."""
@@ -214,7 +208,6 @@ class Link:
             while True:  # what had come before the end, which is not waited for
                 if (frame := self._reader.next()).kind == Kind.CONFIRMED:
                     self._quick(self, frame)
-        self._readers.remove(self)
         self._drained(self)
         with self._lock:
             self._unread = True

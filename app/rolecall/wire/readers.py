@@ -16,24 +16,20 @@ from rolecall.wire import apart
 
 LOOK_SECONDS = 0.002  # between two looks: a call that both see runs for long
 IDLE_LOOKS = 50  # after which nobody looks any more, until the next call
-SPARE_THREADS = 12  # that read, or wait to; further ones end
+SHORT_SECONDS = 0.0002  # a call that takes no longer is not worth another thread
+LONG_CALLS = 16  # of a method after a long one: another thread reads on before they begin
+SPARE_THREADS = 8  # that read, or wait to; further ones end
 _here = threading.local()  # `readers`: those that this thread is one of
 
 
 class Source(Hashable, Protocol):
-    """What is read: it calls `remove` once it has ended."""
+    """What is read: `receive` takes what has arrived at the file `fileno`, without a wait. `next` returns what is to be
+    run of that, and None if there is nothing; it calls `remove` if there will be nothing more. `run` may wait."""
 
-    def fileno(self) -> int:
-        """Of what `receive` reads."""
-
-    def receive(self) -> None:
-        """Takes what has arrived, without a wait."""
-
-    def next(self) -> Any:
-        """What is to be run next of what has arrived; None if there is nothing."""
-
-    def run(self, work: Any) -> None:
-        """Runs what `next` has returned. It may block."""
+    def fileno(self) -> int: ...  # noqa: D102
+    def receive(self) -> None: ...  # noqa: D102
+    def next(self) -> Any: ...  # noqa: D102
+    def run(self, work: Any) -> None: ...  # noqa: D102
 
 
 def step_aside() -> None:
@@ -42,16 +38,35 @@ def step_aside() -> None:
         readers.pass_on_from_here()
 
 
+class LongMethods:
+    """The methods whose calls may run for long, as one of late has, or does now: another thread reads on meanwhile."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, int] = {}  # that may, of each method
+
+    def begin(self, method: str) -> int:
+        """A call begins. Returns what `end` needs."""
+        calls = self._calls.get(method, 0)
+        if calls:
+            step_aside()
+        self._calls[method] = LONG_CALLS  # until it has ended
+        return calls
+
+    def end(self, method: str, calls: int, seconds: float) -> None:
+        """The call has taken `seconds`."""
+        if seconds <= SHORT_SECONDS:
+            self._calls[method] = max(0, calls - 1)
+
+
 class Readers:
-    """The threads of a worker, from its first source to its last one."""
+    """The threads of a worker, until it has no sources after `stop`."""
 
     def __init__(self) -> None:
         self._epoll, self._bell = select.epoll(), os.eventfd(0)  # the bell: there is news of the sources
         self._epoll.register(self._bell, select.EPOLLIN)
         self._sources: dict[int, Source] = {}  # by file
-        self._paused = set[Source]()
-        self._ready: dict[Source, None] = {}  # that may have something to run; the thread that reads has them
-        self._resumed = deque[Source]()  # that are ready too
+        self._added = deque[Source]()  # that may have received something before
+        self._ready: dict[Source, None] = {}  # that may have something to run: the thread's that reads
         self._reading, self._lock = threading.Lock(), threading.Lock()
         self._spare = 0  # threads that read, or wait to
         self._number = self._running = 0  # of calls; the one that is run by the thread that reads, or 0
@@ -59,48 +74,28 @@ class Readers:
         self._watched, self._stopped = threading.Event(), False
         threading.Thread(target=self._look_forever, name="wire long calls", daemon=True).start()
 
-    # ---- sources
-
     def add(self, source: Source) -> bool:
-        """Reads `source` from now on. Returns False if there are too many threads for that, or after `stop`."""
+        """Reads `source` from now on. Returns False if there are too many threads for that, or after the end."""
         with self._lock:
             if not self._spare and (self._stopped or not self._add_thread()):
                 return False
             self._sources[source.fileno()] = source
             self._epoll.register(source.fileno(), select.EPOLLIN)
+            self._added.append(source)
+            os.eventfd_write(self._bell, 1)
         return True
 
-    def pause(self, source: Source) -> None:
-        """`source`, whose `next` calls this, is not read until `resume`."""
+    def remove(self, source: Source) -> None:
+        """`source` is not read any more. Its `next` calls this."""
         with self._lock:
             del self._ready[source], self._sources[source.fileno()]
             self._epoll.unregister(source.fileno())
-            self._paused.add(source)
-
-    def resume(self, source: Source) -> None:
-        """Reads it again, and what it has received already."""
-        with self._lock:
-            self._paused.remove(source)
-            self._sources[source.fileno()] = source
-            self._epoll.register(source.fileno(), select.EPOLLIN)
-        self._resumed.append(source)
-        os.eventfd_write(self._bell, 1)
-
-    def remove(self, source: Source) -> None:
-        """`source` has ended."""
-        with self._lock:
-            if source in self._paused:
-                self._paused.remove(source)
-            else:
-                del self._sources[source.fileno()]
-                self._epoll.unregister(source.fileno())
-            if not (self._sources or self._paused):
-                os.eventfd_write(self._bell, 1)
 
     def stop(self) -> None:
         """Ends the threads with the last source."""
         with self._lock:
             self._stopped = True
+            os.eventfd_write(self._bell, 1)
             self._close_unused()
         self._watched.set()
 
@@ -131,7 +126,7 @@ class Readers:
                 self._spare += 1
 
     def _read_on(self) -> bool:
-        """Reads until another thread does. Returns False after the last source."""
+        """Reads until another thread does. Returns False at the end."""
         while (next_ := self._next()) is not None:
             source, work = next_
             self._number = number = self._number + 1
@@ -147,26 +142,26 @@ class Readers:
         return False
 
     def _next(self) -> tuple[Source, Any] | None:
-        """The next that is to be run, and by whom; None after the last source."""
+        """What is to be run next, and by whom; None at the end."""
         ready = self._ready
         while True:
             while ready:
                 source = next(iter(ready))
                 if (work := source.next()) is not None:
                     return source, work
-                del ready[source]
+                ready.pop(source, None)
             with self._lock:
-                if not (self._sources or self._paused):
+                if self._stopped and not self._sources:
                     self._spare -= 1
                     self._close_unused()
                     return None
             for file, _ in self._epoll.poll():
                 if file == self._bell:
                     os.eventfd_read(file)
-                    while self._resumed:
-                        resumed = self._resumed.popleft()
-                        if self._sources.get(resumed.fileno()) is resumed:  # it may have ended, or pause again
-                            ready[resumed] = None
+                    while self._added:
+                        added = self._added.popleft()
+                        if self._sources.get(added.fileno()) is added:  # still
+                            ready[added] = None
                 elif arrived := self._sources.get(file):
                     arrived.receive()
                     ready[arrived] = None

@@ -19,7 +19,7 @@ from rolecall.links.calls import Call, Examined, lost_error
 from rolecall.links.effects import Batch
 from rolecall.links.links import Links
 from rolecall.wire import apart, clock
-from rolecall.wire.codec import Encoded, decode, encode
+from rolecall.wire.codec import Encoded, decode
 from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.future import Future, Stream
@@ -262,7 +262,7 @@ class Wire:
         encoded request, if the caller has it already. A call that is `urgent` waits for no earlier one. Without
         `waits`, the caller does not wait for the peer to read, or to answer earlier calls: what it does not take at
         once is copied. Raises what pickling the arguments raises."""
-        content = content or encode(tuple(request))
+        content = content or request.encode()
         nbytes, internal = content.nbytes, request.internal
         call = Pending(to, request.method, deadline, nbytes, internal, urgent=urgent, stream=stream, ended=ended)
         drop = partial(self._wakeups.put, call)
@@ -426,6 +426,8 @@ class Wire:
     def _quick(self, link: Link, frame: Frame) -> bool:
         """Deals with a frame at once, if that takes no time, and runs nothing of the user's."""
         match frame.kind:
+            case Kind.ANSWER if not frame.buffers and isinstance(frame.body, bytes) and _CLASS not in frame.body:
+                self._received(link, frame)
             case Kind.CANCEL:
                 self.dispatcher.cancel(link, frame.call)
             case Kind.CREDIT:
@@ -433,8 +435,6 @@ class Wire:
             case Kind.CONFIRMED:
                 self.dispatcher.confirm(link, frame.call)
             case Kind.ITEM:
-                self._received(link, frame)
-            case Kind.ANSWER if not frame.buffers and isinstance(frame.body, bytes) and _CLASS not in frame.body:
                 self._received(link, frame)
             case _:
                 return False

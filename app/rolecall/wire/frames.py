@@ -58,7 +58,7 @@ class Frame(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its contents."""
-        return len(self.body) + sum(len(buffer) for buffer in self.buffers)
+        return len(self.body) + (sum(len(buffer) for buffer in self.buffers) if self.buffers else 0)
 
 
 class FrameError(ConnectionError):
@@ -76,8 +76,7 @@ class FrameReader:
         self._sock, self._limit, self._pid = sock, limit, pid
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._flags = 0 if self._tls else socket.MSG_DONTWAIT
-        self._buffer = bytearray(RECEIVE_BYTES)
-        self._view = memoryview(self._buffer)
+        self._view = np.empty(RECEIVE_BYTES, np.uint8).data  # it takes no memory before something has arrived
         self._start = self._end = 0  # of what has arrived and was not read
         self.large = False  # the next frame is
 
@@ -100,7 +99,7 @@ class FrameReader:
         arrived = self._end - start
         if arrived < HEAD.size:
             return None
-        kind, flags, count, length, call = HEAD.unpack_from(self._buffer, start)
+        kind, flags, count, length, call = HEAD.unpack_from(self._view, start)
         if kind not in _KINDS or flags & ~IN_MEMORY:
             return self.next()  # which refuses it
         size = HEAD.size + length if not count else self._size(count, length)
@@ -134,7 +133,7 @@ class FrameReader:
         """The next frame. Raises EOFError at the end of the connection, FrameError, OSError and MemoryError."""
         self.large = False
         self._require(HEAD.size)
-        kind, flags, count, length, call = HEAD.unpack_from(self._buffer, self._start)
+        kind, flags, count, length, call = HEAD.unpack_from(self._view, self._start)
         self._start += HEAD.size
         if kind not in _KINDS or flags & ~IN_MEMORY:
             raise FrameError(f"a frame of kind {kind} and flags {flags}")
@@ -216,8 +215,8 @@ _KINDS = frozenset(Kind)
 
 
 def _head(kind: Kind, call: int, content: Encoded) -> bytes:
-    sizes = b"".join(SIZE.pack(buffer.nbytes) for buffer in content.buffers)
-    return HEAD.pack(kind, 0, len(content.buffers), len(content.body), call) + sizes
+    head = HEAD.pack(kind, 0, len(content.buffers), len(content.body), call)
+    return head + b"".join(SIZE.pack(buffer.nbytes) for buffer in content.buffers) if content.buffers else head
 
 
 class FrameWriter:
@@ -234,7 +233,7 @@ class FrameWriter:
         """Sends a frame. Its buffers may change once this returns: they are sent, or the peer has read them. Raises
         OSError, and ConnectionError if the connection is closed meanwhile."""
         body, buffers = content
-        size = sum(buffer.nbytes for buffer in buffers)
+        size = content.nbytes - len(body)
         if self._in_memory and size >= memory.MIN_BYTES:
             self._send_in_memory(kind, call, content)
             return

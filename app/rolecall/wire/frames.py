@@ -75,8 +75,8 @@ class FrameReader:
     def __init__(self, sock: socket.socket, limit: int, pid: int = 0) -> None:
         self._sock, self._limit, self._pid = sock, limit, pid
         self._tls = isinstance(sock, ssl.SSLSocket)
-        self._flags = 0 if self._tls else socket.MSG_DONTWAIT
         self._view = np.empty(RECEIVE_BYTES, np.uint8).data  # it takes no memory before something has arrived
+        self._address = memory.address_of(self._view)
         self._start = self._end = 0  # of what has arrived and was not read
         self.large = False  # the next frame is
 
@@ -85,7 +85,11 @@ class FrameReader:
         OSError. TLS is to be without waits: see `waits`."""
         self._move()
         try:
-            arrived = self._sock.recv_into(self._view[self._end :], 0, self._flags)
+            if self._tls:
+                arrived = self._sock.recv_into(self._view[self._end :])
+            else:
+                room = Region(self._address + self._end, RECEIVE_BYTES - self._end)
+                arrived = memory.receive(self._sock.fileno(), room)
         except (BlockingIOError, ssl.SSLWantReadError):
             return False
         if not arrived:

@@ -371,9 +371,10 @@ class Kubernetes:
         def copy() -> None:
             names = place.names()
             files = [*fetch.chosen(names).values(), *({rundir.PAGE, rundir.FAILED} & names)]
-            rundir.forget_failed(self._directory)
             if files:
                 place.copy(files, self._directory)
+            if rundir.FAILED not in names:
+                rundir.forget_failed(self._directory)
 
         with UsageError.wrap(f"CHECKPOINT_DIR={self._directory}: the run's files are not copied to it", OSError):
             await asyncio.to_thread(copy)

@@ -86,7 +86,7 @@ class Call:
         """Its error, if its method has `begun` or not, with the `reason` that the peer gives."""
         deadline, setting = self.deadline, self.deadline.setting
         seconds = float(deadline)
-        if not begun and deadline.wait:
+        if not begun and deadline.wait and (deadline.from_begin or self.extended):
             seconds, setting = deadline + deadline.wait, deadline.wait_setting
         why = f"{setting}; it has not begun"
         if begun:
@@ -114,9 +114,9 @@ class Call:
         deadline = self.deadline
         if running is not None:
             return max(0.0, deadline - running) if deadline.from_begin or self.extended else 0.0
-        if ready and not (known and deadline.from_begin):
+        if ready and not (known and (deadline.from_begin or self.extended)):
             return 0.0
-        self.extended = True
+        self.extended = not ready  # the peer has just become ready: it has the whole deadline once more
         return max(0.0, min(float(deadline), deadline + deadline.wait - (now - self.began)))
 
 

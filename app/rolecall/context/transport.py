@@ -60,7 +60,7 @@ class Transport:
         if header := tracing.header(span):
             request = request._replace(trace=header)
         try:
-            content = encode(tuple(request))
+            content = request.encode()
         except Exception as error:  # whatever pickling the arguments raises
             raise UsageError(_unpicklable(to, request, error)) from error
         sent, started = content.nbytes, time.perf_counter()

@@ -424,8 +424,7 @@ class Dispatcher:
     def _hand_over(self, call: Call, handover: Handover[Any]) -> None:
         place = call.link, call.number
         with self._lock:
-            is_over = place not in self._calls or call.link.ended
-            if is_over:
+            if is_over := place not in self._calls or call.link.ended:
                 self._calls.pop(place, None)
             else:
                 call.undo = handover.undo

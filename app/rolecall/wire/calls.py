@@ -19,7 +19,7 @@ from rolecall.links.calls import Call, Examined, lost_error
 from rolecall.links.effects import Batch
 from rolecall.links.links import Links
 from rolecall.wire import apart, clock
-from rolecall.wire.codec import Encoded, decode
+from rolecall.wire.codec import Encoded, decode, encode_request
 from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.future import Future, Stream
@@ -264,7 +264,7 @@ class Wire:
         `waits`, the caller does not wait for the peer to read, or to answer earlier calls: what it does not take at
         once is copied. An internal call that is `examined` may run on past its deadline as others do. Raises what
         pickling the arguments raises."""
-        content = content or request.encode()
+        content = content or encode_request(request)
         nbytes, internal = content.nbytes, request.internal and not examined
         call = Pending(to, request.method, deadline, nbytes, internal, urgent=urgent, stream=stream, ended=ended)
         drop = partial(self._wakeups.put, call)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rolecall.wire.messages import Request
+
 MIN_BUFFER_BYTES = 4096  # a smaller tensor is copied into the pickle
 MAX_BUFFERS = 2**16 - 1  # that a frame has; further ones are copied too
 _PLAIN = frozenset({bytes, str, int, float, bool, type(None)})  # types without tensors or buffers
@@ -54,6 +56,11 @@ def arrive_on(device: torch.device) -> None:
 def arrival() -> torch.device:
     """See `arrive_on`."""
     return _device
+
+
+def encode_request(request: Request) -> Encoded:
+    """A request, to be sent. Raises what pickling the arguments raises."""
+    return encode(tuple(request), (*request.args, *request.kwargs.values()))
 
 
 def encode(value: Any, among: tuple[Any, ...] | None = None) -> Encoded:

@@ -9,7 +9,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from rolecall.errors import CallError, CallTimeoutError, PeerLostError, RemoteError, RemoteTraceback, UsageError
 from rolecall.links.calls import Deadline as Deadline
-from rolecall.wire.codec import Encoded, encode
 
 T = TypeVar("T")
 MAX_RUNNING = 64  # calls that a worker carries out at a time; further ones wait
@@ -38,10 +37,6 @@ class Request(NamedTuple):
     seconds: float
     internal: bool = False
     trace: tuple[str, str, str, Carrier | None] | None = None
-
-    def encode(self) -> Encoded:
-        """It, to be sent. Raises what pickling the arguments raises."""
-        return encode(tuple(self), (*self.args, *self.kwargs.values()))
 
 
 class PassKey(NamedTuple):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import re
 import json
 import logging
 import queue
 import random
+import re
 import runpy
 import shutil
 import sys

@@ -35,6 +35,7 @@ from tests.chaos.network import NetworkError
 from tests.ports import free_ports
 
 DEADLINE = 180.0  # seconds of one program
+MEMBERS_DEADLINE = 600.0  # of a job of many members
 SECONDS, QUICK_SECONDS = 2.0, 0.5  # of a figure
 APART_PORT = 29500  # in a namespace
 TODAY = 632.0  # MB/s of `bulk` with TLS=always, over TensorPipe and two tunnels: docs/speed.md of version 9efdd4d
@@ -102,6 +103,7 @@ COSTS_MOST = {"cost_local_us": ("ours", "cost", 32.0), "cost_tls_us": ("ours_tls
               "cost_one_us": ("ours", "cost_one", 90.0)}  # fmt: skip
 FAN_IN = 0.8  # calls a second of the most members over those of the fewest, at least
 THREADS = 24  # of rank 0 then, at most
+MANY = {"LEASE_SECONDS": 120, "CONNECT_TIMEOUT": 300, "PHASE_TIMEOUT": 600}  # more processes than two cores start soon
 OVER_TODAY = 2.5  # at least
 BUSY = {"python": 5.0, "torch": 2.0}  # ms at most
 
@@ -254,7 +256,8 @@ def job(candidate: Candidate, places: apart.Places, seconds: float, on: On) -> d
 
 def here(**settings: object) -> dict[str, float]:
     """What rank 0 of the job says in the end. Raises RuntimeError."""
-    with launch.run(calls_job.__name__, DEADLINE, {**FIXED, **settings}) as running:
+    deadline = MEMBERS_DEADLINE if "MEMBERS" in settings else DEADLINE
+    with launch.run(calls_job.__name__, deadline, {**FIXED, **settings}) as running:
         for _ in running.events():
             pass
         return running.done()
@@ -327,7 +330,7 @@ class Bench:
     def _all_members(self, number: int) -> None:
         for count in self._members:
             self._step(f"{count} members, round {number}",
-                       lambda on, count=count: here(HAMMER=1, MEMBERS=count, SECONDS=2 * self._seconds),  # type: ignore[misc]
+                       lambda on, count=count: here(HAMMER=1, MEMBERS=count, SECONDS=2 * self._seconds, **MANY),  # type: ignore[misc]
                        self.measured.members.setdefault(count, []).append)  # fmt: skip
 
 

@@ -28,17 +28,18 @@ from rich.table import Table
 
 from bench import apart, calls_job, command, launch
 from bench.calls_job import Calls
-from bench.calls_work import FIGURES
+from bench.calls_work import COSTS, FIGURES
 from bench.display import Display
 from bench.peers import process
 from tests.chaos.network import NetworkError
 from tests.ports import free_ports
 
 DEADLINE = 180.0  # seconds of one program
+MEMBERS_DEADLINE = 600.0  # of a job of many members
 SECONDS, QUICK_SECONDS = 2.0, 0.5  # of a figure
 APART_PORT = 29500  # in a namespace
 TODAY = 632.0  # MB/s of `bulk` with TLS=always, over TensorPipe and two tunnels: docs/speed.md of version 9efdd4d
-MEMBERS = (4, 16, 64)
+MEMBERS = (4, 16, 64, 256)
 FIXED = {"SINKS": "none", "CHECKPOINT_INTERVAL": 86400, "LOG_INTERVAL": 1, "JOIN_GRACE": 60, "STUCK_SECONDS": 3600}
 RANKS = {"caller": ("lead", 0), "callee": ("member", 0)}  # by place, if these are two namespaces
 On = Callable[[str], None]
@@ -55,18 +56,19 @@ class Candidate:
     tls: str = ""
     module: str = ""
     group: str = ""
-    figures: tuple[str, ...] = tuple(FIGURES)
+    figures: tuple[str, ...] = tuple(name for name in FIGURES if name not in COSTS)
 
 
-BYTES = tuple(name for name in FIGURES if name not in ("in_flight", "callers"))
+ALL = tuple(FIGURES)
+BYTES = tuple(name for name in FIGURES if name not in ("in_flight", "callers", *COSTS))
 CANDIDATES = {
-    "ours": Candidate("Rolecall", tls="require"),
-    "torch": Candidate("torch RPC", module="torch"),
+    "ours": Candidate("Rolecall", tls="require", figures=ALL),
+    "torch": Candidate("torch RPC", module="torch", figures=ALL),
     "monarch": Candidate("Monarch", module="monarch", group="monarch"),
     "ray": Candidate("Ray", module="ray", group="ray"),
-    "ours_tls": Candidate("Rolecall, TLS", apart=True, tls="require"),
-    "ours_plain": Candidate("TLS=off", apart=True, tls="off"),
-    "torch_apart": Candidate("torch RPC", apart=True, module="torch"),
+    "ours_tls": Candidate("Rolecall, TLS", apart=True, tls="require", figures=ALL),
+    "ours_plain": Candidate("TLS=off", apart=True, tls="off", figures=ALL),
+    "torch_apart": Candidate("torch RPC", apart=True, module="torch", figures=ALL),
     "grpc": Candidate("gRPC, mutual TLS", apart=True, module="grpc", group="grpc"),
     "sockets": Candidate("plain sockets", apart=True, module="sockets", figures=BYTES),
 }
@@ -93,8 +95,15 @@ RATIOS = {
     "calls_over_torch": Ratio("TLS: calls a second over torch's", "in_flight", "ours_tls", "torch_apart", least=3.0),
     "bulk_over_sockets": Ratio("TLS: 4.8 MB over plain sockets'", "bulk", "ours_tls", "sockets", least=0.55),
     "local_rtt_over_torch": Ratio("one machine: round trip over torch's", "rtt_64", "ours", "torch", most=0.35),
+    "callers_over_torch": Ratio("TLS: 8 callers at once over torch's", "callers", "ours_tls", "torch_apart", least=2.0),
     "local_bulk_over_torch": Ratio("one machine: 4.8 MB over torch's", "bulk", "ours", "torch", least=0.8),
+    "cost_over_torch": Ratio("one machine: processor time of a call over torch's", "cost", "ours", "torch", most=1.0),
 }
+COSTS_MOST = {"cost_local_us": ("ours", "cost", 32.0), "cost_tls_us": ("ours_tls", "cost", 50.0),
+              "cost_one_us": ("ours", "cost_one", 90.0)}  # fmt: skip
+FAN_IN = 0.8  # calls a second of the most members over those of the fewest, at least
+THREADS = 24  # of rank 0 then, at most
+MANY = {"LEASE_SECONDS": 120, "CONNECT_TIMEOUT": 300, "PHASE_TIMEOUT": 600}  # more processes than two cores start soon
 OVER_TODAY = 2.5  # at least
 BUSY = {"python": 5.0, "torch": 2.0}  # ms at most
 
@@ -131,6 +140,19 @@ class Measured:
         runs = self.busy.get(kind)
         return statistics.median(run["p99_ms"] for run in runs) if runs else None
 
+    @property
+    def fan_in(self) -> float | None:
+        most, least = (self._members("calls_per_s", count) for count in (MEMBERS[-1], MEMBERS[0]))
+        return most / least if most and least else None
+
+    @property
+    def threads(self) -> float | None:
+        return self._members("threads", MEMBERS[-1])
+
+    def _members(self, key: str, count: int) -> float | None:
+        runs = self.members.get(count)
+        return statistics.median(run[key] for run in runs) if runs else None
+
     def behind(self) -> dict[str, list[str]] | None:
         """The rows in which a peer is ahead of the job, and which peers. None without any to compare."""
         rows: dict[str, list[str]] = {}
@@ -159,6 +181,16 @@ class Measured:
             bars.append(("TLS: 4.8 MB over the tunnels'", f"{value:.2f}", f">= {OVER_TODAY:g}", value >= OVER_TODAY))
         if (rows := self.behind()) is not None:
             bars.append(("rows behind a peer", "; ".join(rows) or "0", "0", not rows))
+        for name, figure, most in COSTS_MOST.values():
+            if (value := self.median(name, figure)) is not None:
+                what = f"{CANDIDATES[name].title}: processor time of a call ({figure})"
+                bars.append((what, f"{value:.0f} us", f"<= {most:g} us", value <= most))
+        if (value := self.fan_in) is not None:
+            bars.append(
+                (f"{MEMBERS[-1]} members: calls over {MEMBERS[0]}'s", f"{value:.2f}", f">= {FAN_IN}", value >= FAN_IN)
+            )
+        if (value := self.threads) is not None:
+            bars.append((f"{MEMBERS[-1]} members: threads", f"{value:.0f}", f"<= {THREADS}", value <= THREADS))
         for kind, most in BUSY.items():
             if (value := self.p99(kind)) is not None:
                 what = f"a callee computes with {kind}: 99th percentile"
@@ -176,6 +208,8 @@ class Measured:
         if rows is not None:
             known["rows_behind"] = len(rows)
         known |= {f"busy_{kind}_p99_ms": value for kind in BUSY if (value := self.p99(kind)) is not None}
+        known |= {key: value for key, (name, figure, _) in COSTS_MOST.items() if (value := self.median(name, figure))}
+        known |= {key: value for key, value in (("fan_in", self.fan_in), ("threads_256", self.threads)) if value}
         medians = {name: {figure: self.median(name, figure) for figure in kept} for name, kept in self.values.items()}
         details = {"medians": medians, "behind": rows, "values": self.values, "busy": self.busy,
                    "left_out": self.left_out, "failures": self.failures, "busy_percent": self.busy_percent,
@@ -222,7 +256,8 @@ def job(candidate: Candidate, places: apart.Places, seconds: float, on: On) -> d
 
 def here(**settings: object) -> dict[str, float]:
     """What rank 0 of the job says in the end. Raises RuntimeError."""
-    with launch.run(calls_job.__name__, DEADLINE, {**FIXED, **settings}) as running:
+    deadline = MEMBERS_DEADLINE if "MEMBERS" in settings else DEADLINE
+    with launch.run(calls_job.__name__, deadline, {**FIXED, **settings}) as running:
         for _ in running.events():
             pass
         return running.done()
@@ -295,7 +330,7 @@ class Bench:
     def _all_members(self, number: int) -> None:
         for count in self._members:
             self._step(f"{count} members, round {number}",
-                       lambda on, count=count: here(HAMMER=1, MEMBERS=count, SECONDS=2 * self._seconds),  # type: ignore[misc]
+                       lambda on, count=count: here(HAMMER=1, MEMBERS=count, SECONDS=2 * self._seconds, **MANY),  # type: ignore[misc]
                        self.measured.members.setdefault(count, []).append)  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Rank 0 calls a member, whose main thread may compute meanwhile (BUSY), or all me
 """
 
 import itertools
+import os
 import statistics
 import threading
 import time
@@ -51,8 +52,9 @@ class Lead:
                 took = calls_work.round_trips(self._send, bytes(64), settings.seconds)
                 found["p50_ms"], found["p99_ms"] = (1e3 * statistics.quantiles(took, n=100)[n] for n in (49, 98))
             else:
+                callee = self._bounded.call(self._member, Member.pid).result()
                 for part in settings.parts.split(","):
-                    found[part] = calls_work.measure(part, self._send, settings.seconds, torch.from_numpy)
+                    found[part] = calls_work.measure(part, self._send, settings.seconds, torch.from_numpy, callee)
                     self.context.log(message=f"{part} {found[part]:,.0f}")
         return dict(found)
 
@@ -80,6 +82,10 @@ class Member:
     @remote
     def computes(self) -> bool:
         return self.computing
+
+    @remote
+    def pid(self) -> int:
+        return os.getpid()
 
     @remote
     def echo(self, payload: Any) -> Any:

@@ -6,12 +6,14 @@ function that waits for its answer.
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,13 +29,19 @@ FIGURES = {  # and their units
     "callers": "calls/s",
     "bulk": "MB/s",
     "large": "MB/s",
+    "cost": "us",
+    "cost_one": "us",
 }
+COSTS = ("cost", "cost_one")  # of processor time of a call of 64 bytes, both ends: in flight, and one after the other
 WARM = 0.25  # of the seconds of a figure
 MIN_TRANSFERS = 5
 
 
-def measure(figure: str, send: Send, seconds: float, tensor: Callable[[np.ndarray], Any]) -> float:
-    """One of FIGURES. `tensor` turns an array into what the library sends as a tensor."""
+def measure(
+    figure: str, send: Send, seconds: float, tensor: Callable[[np.ndarray], Any], callee: int | None = None
+) -> float:
+    """One of FIGURES. `tensor` turns an array into what the library sends as a tensor; COSTS need the process `callee`,
+    on this machine."""
     match figure:
         case "rtt_64" | "rtt_1k":
             return 1e6 * statistics.median(round_trips(send, bytes(SMALL[figure]), seconds))
@@ -41,6 +49,10 @@ def measure(figure: str, send: Send, seconds: float, tensor: Callable[[np.ndarra
             return in_flight(send, seconds)
         case "callers":
             return callers(send, seconds)
+        case "cost":
+            return cost(in_flight, send, seconds, callee)
+        case "cost_one":
+            return cost(lambda send, seconds: round_trips(send, bytes(64), seconds), send, seconds, callee)
         case _:
             size = SIZES[figure]
             payload = tensor(np.ones(size // 4, np.float32))
@@ -76,6 +88,26 @@ def in_flight(send: Send, seconds: float, calls: int = IN_FLIGHT) -> float:
     for answer in waiting:
         answer()
     return rate
+
+
+def cost(work: Callable[[Send, float], object], send: Send, seconds: float, callee: int | None) -> float:
+    """Microseconds of processor time that a call of `work` takes in this process and in `callee`."""
+    count = 0
+
+    def counted(payload: Any) -> Callable[[], Any]:
+        nonlocal count
+        count += 1
+        return send(payload)
+
+    before = processor_seconds("self") + processor_seconds(callee)
+    work(counted, seconds)
+    return 1e6 * (processor_seconds("self") + processor_seconds(callee) - before) / count
+
+
+def processor_seconds(process: int | Literal["self"] | None) -> float:
+    """What a process of this machine has taken of the processor so far."""
+    numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def callers(send: Send, seconds: float) -> float:

@@ -35,10 +35,13 @@ def ready() -> None:
 
 
 def measure(
-    chosen: argparse.Namespace, send: calls_work.Send, tensor: Callable[[np.ndarray], Any] = lambda array: array
+    chosen: argparse.Namespace,
+    send: calls_work.Send,
+    tensor: Callable[[np.ndarray], Any] = lambda array: array,
+    callee: int | None = None,
 ) -> None:
     """Prints all figures, and ends the process."""
     for name in chosen.figures.split(","):
-        say("figure", name=name, value=calls_work.measure(name, send, chosen.seconds, tensor))
+        say("figure", name=name, value=calls_work.measure(name, send, chosen.seconds, tensor, callee))
     say("end")
     os._exit(0)  # some libraries' threads do not end

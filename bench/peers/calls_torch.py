@@ -40,7 +40,7 @@ def main() -> None:
     def send(payload: Any) -> Callable[[], Any]:
         return rpc.rpc_async("callee", echo, args=(payload,)).wait
 
-    calls.measure(chosen, send, torch.from_numpy)
+    calls.measure(chosen, send, torch.from_numpy, rpc.rpc_sync("callee", os.getpid))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ import pytest
 
 from rolecall.errors import CallTimeoutError, Drained, RemoteError, UsageError
 from rolecall.links.calls import Examined
-from rolecall.wire import dispatch
+from rolecall.wire import apart, dispatch
 from rolecall.wire.codec import encode
 from rolecall.wire.dispatch import STREAM_CREDITS
 from rolecall.wire.frames import FrameReader, FrameWriter, Kind
 from rolecall.wire.future import Future
 from rolecall.wire.link import Sockets
 from rolecall.wire.messages import Deadline, Request
+from rolecall.wire.readers import SPARE_THREADS
 from tests.wire.wires import DEADLINE, Member, Wires, until
 
 
@@ -249,7 +250,7 @@ def test_no_more_threads_than_calls_that_may_run(wires: Wires) -> None:
     assert threading.active_count() - before <= dispatch.MAX_RUNNING + 8
     member(wires).go.set()
     assert [future.result(DEADLINE) for future in futures] == list(range(4 * dispatch.MAX_RUNNING))
-    until(lambda: threading.active_count() - before <= 12, "the threads' end")
+    until(lambda: threading.active_count() - before <= SPARE_THREADS + apart.MAX_IDLE, "the threads' end")
 
 
 def test_what_a_method_raises(wires: Wires) -> None:

@@ -19,10 +19,10 @@ from rolecall.links import effects, links
 from rolecall.links.effects import Batch
 from rolecall.wire import apart
 from rolecall.wire.codec import encode
-from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
+from rolecall.wire.frames import FrameReader, FrameWriter, Kind
 from rolecall.wire.link import Sockets
 from rolecall.wire.messages import Deadline, Handover, Request
-from rolecall.wire.readers import LongCallMonitor, Readers
+from rolecall.wire.readers import Readers, step_aside
 from tests.wire.wires import DEADLINE, Wires, until
 
 SOON = DEADLINE / 4  # in which what is not held up has come
@@ -205,18 +205,27 @@ def test_while_a_call_waits_the_next_frame_is_read(steps_aside: bool) -> None:
     """Whatever order the threads run in: a thread that is woken up goes on at once, if that is possible."""
     count = 20
     arrived = [threading.Event() for _ in range(count + 1)]
-    frames, problems, monitor = iter(range(count)), list[int](), LongCallMonitor()
+    numbers, problems, readers = iter(range(count)), list[int](), Readers()
+    ready, other = socket.socketpair()
 
-    def read() -> Frame | None:
-        number = next(frames, count)
-        arrived[number].set()
-        return Frame(Kind.REQUEST, number, b"", ()) if number < count else None
+    class Numbers:
+        fileno = ready.fileno
 
-    def run(frame: Frame) -> None:
-        if steps_aside:
-            readers.step_aside()
-        if not arrived[frame.call + 1].wait(SOON):
-            problems.append(frame.call)
+        def receive(self) -> None:
+            pass
+
+        def next(self) -> int | None:
+            number = next(numbers, count)
+            if number == count:
+                readers.remove(self)
+            arrived[number].set()
+            return number if number < count else None
+
+        def run(self, number: int) -> None:
+            if steps_aside:
+                step_aside()
+            if not arrived[number + 1].wait(SOON):
+                problems.append(number)
 
     class Yielding:
         """A lock that lets others run as it is released."""
@@ -231,12 +240,14 @@ def test_while_a_call_waits_the_next_frame_is_read(steps_aside: bool) -> None:
             self._lock.release()
             time.sleep(0.001)
 
-    readers = Readers("frames", monitor, read, run)
     vars(readers)["_reading"] = Yielding()  # for good: its threads may end after the test
-    readers.start()
-    assert arrived[count].wait(DEADLINE)
+    with ready, other:
+        other.sendall(b"x")
+        assert readers.add(Numbers())
+        assert arrived[count].wait(DEADLINE)
     assert not problems
-    monitor.stop()
+    readers.stop()
+    until(lambda: readers._epoll.closed, "the threads' end")
 
 
 def test_what_is_sent_apart_holds_up_no_caller_and_is_not_overtaken() -> None:
@@ -292,7 +303,7 @@ def test_what_needs_a_thread_is_refused_in_a_line(wires: Wires) -> None:
         next(wires.stream("a", "c", "count", 1))
     ours, theirs = socket.socketpair()
     with ours, pytest.raises(PeerLostError, match="this process can start no more threads"):
-        wires.wires["c"].accept("x", Sockets(theirs, theirs))
+        wires.wires["b"].accept("x", Sockets(theirs, theirs))
 
 
 def test_what_runs_apart_waits_for_a_thread_if_no_more_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from rolecall.declare.task import Peer
 from rolecall.errors import UsageError
 from rolecall.wire import tracing
 from rolecall.wire.calls import Wire
-from rolecall.wire.codec import encode
+from rolecall.wire.codec import encode, encode_request
 from rolecall.wire.future import Future
 from rolecall.wire.messages import EXAMINE_SECONDS, Deadline, Forward, Request
 
@@ -60,7 +60,7 @@ class Transport:
         if header := tracing.header(span):
             request = request._replace(trace=header)
         try:
-            content = encode(tuple(request))
+            content = encode_request(request)
         except Exception as error:  # whatever pickling the arguments raises
             raise UsageError(_unpicklable(to, request, error)) from error
         sent, started = content.nbytes, time.perf_counter()

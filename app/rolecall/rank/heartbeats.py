@@ -66,6 +66,8 @@ class Heartbeats:
     def _fail(self, request: Request, error: Exception) -> None:
         member, settings, now = self._member, self._settings, time.monotonic()
         problem = str(error) or type(error).__name__
+        if isinstance(error, TimeoutError):
+            problem = f"no answer within {settings.lease_seconds / 2:g} s, half of LEASE_SECONDS"
         stranger = isinstance(error, UntrustedRank0Error)
         if isinstance(error, UsageError) and not (stranger and member.directive):
             self._perform(member.refused(request, problem, now))

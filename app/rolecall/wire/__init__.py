@@ -11,7 +11,7 @@ future.py      The answer of a call, as the caller sees it
 link.py        A link to a peer: frames go out by one socket and come in by another
 memory.py      Reads another process's memory, so that large buffers need not pass through a socket of one machine
 messages.py    What frames carry: requests, and what a method raised
-readers.py     The threads that read a connection and run what arrives
+readers.py     The threads that read a worker's links and run what arrives
 serial.py      Calls that run one at a time, in the order in which they came
 session.py     A worker's part in a generation, as its calls see it: what belongs to it ends with it
 tracing.py     Calls as spans of a trace, at both ends

@@ -19,13 +19,13 @@ from rolecall.links.calls import Call, Examined, lost_error
 from rolecall.links.effects import Batch
 from rolecall.links.links import Links
 from rolecall.wire import apart, clock
-from rolecall.wire.codec import Encoded, decode, encode
+from rolecall.wire.codec import Encoded, decode, encode_request
 from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.link import Link, Sockets, pair
 from rolecall.wire.messages import EXAMINE_SECONDS, Deadline, Failure, Request
-from rolecall.wire.readers import LongCallMonitor
+from rolecall.wire.readers import Readers, step_aside
 from rolecall.wire.session import Session
 
 MAX_WAIT_SECONDS = 3600.0  # of the thread that keeps deadlines, which looks again then
@@ -63,7 +63,7 @@ class Wire:
     ) -> None:
         self.me, self._dial, self._limit, self._lost = me, dial, max_message_bytes, lost
         self.dispatcher, self.session = dispatcher, session
-        self._monitor = LongCallMonitor()
+        self._readers = Readers()
         self._links = Links()
         self._lock = threading.Lock()  # for it; what it says is done without the lock
         self._looks_at = float("inf")  # when the thread that keeps deadlines looks next
@@ -76,7 +76,7 @@ class Wire:
         try:
             self._take(self._links.end, self.session.problem)
         finally:
-            self._monitor.stop()
+            self._readers.stop()
             self._wakeups.put(None)
 
     # ---- what is to be done
@@ -179,7 +179,7 @@ class Wire:
             sockets,
             session=self.session,
             limit=self._limit,
-            monitor=self._monitor,
+            readers=self._readers,
             quick=self._quick,
             received=self._received,
             closed=self._closed,
@@ -264,7 +264,7 @@ class Wire:
         `waits`, the caller does not wait for the peer to read, or to answer earlier calls: what it does not take at
         once is copied. An internal call that is `examined` may run on past its deadline as others do. Raises what
         pickling the arguments raises."""
-        content = content or encode(tuple(request))
+        content = content or encode_request(request)
         nbytes, internal = content.nbytes, request.internal and not examined
         call = Pending(to, request.method, deadline, nbytes, internal, urgent=urgent, stream=stream, ended=ended)
         drop = partial(self._wakeups.put, call)
@@ -293,6 +293,7 @@ class Wire:
                 with self._lock:
                     self._links.expect(call, clock.now())
                     self._timed(self._links.batch())
+                step_aside()
                 frame = items.get()  # bounded by the deadline, if there is one, and by the peer
                 if isinstance(frame, Frame):
                     with self._lock:
@@ -328,6 +329,7 @@ class Wire:
         if batch:
             self._do(batch)
         if call.room:
+            step_aside()
             call.room.wait()  # bounded by its deadline, if there is one, and by the peer
             link = call.link
         if link is not None:
@@ -426,6 +428,8 @@ class Wire:
     def _quick(self, link: Link, frame: Frame) -> bool:
         """Deals with a frame at once, if that takes no time, and runs nothing of the user's."""
         match frame.kind:
+            case Kind.ANSWER if not frame.buffers and isinstance(frame.body, bytes) and _CLASS not in frame.body:
+                self._received(link, frame)
             case Kind.CANCEL:
                 self.dispatcher.cancel(link, frame.call)
             case Kind.CREDIT:
@@ -433,8 +437,6 @@ class Wire:
             case Kind.CONFIRMED:
                 self.dispatcher.confirm(link, frame.call)
             case Kind.ITEM:
-                self._received(link, frame)
-            case Kind.ANSWER if not frame.buffers and isinstance(frame.body, bytes) and _CLASS not in frame.body:
                 self._received(link, frame)
             case _:
                 return False

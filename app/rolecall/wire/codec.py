@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rolecall.wire.messages import Request
+
 MIN_BUFFER_BYTES = 4096  # a smaller tensor is copied into the pickle
 MAX_BUFFERS = 2**16 - 1  # that a frame has; further ones are copied too
+_PLAIN = frozenset({bytes, str, int, float, bool, type(None)})  # types without tensors or buffers
 _device = torch.device("cpu")  # what tensors of a peer's GPU arrive on
 
 
@@ -29,7 +32,7 @@ class Encoded(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all."""
-        return len(self.body) + sum(buffer.nbytes for buffer in self.buffers)
+        return len(self.body) + (sum(buffer.nbytes for buffer in self.buffers) if self.buffers else 0)
 
     def owned(self) -> Encoded:
         """The same in memory of its own: the value may change."""
@@ -55,9 +58,16 @@ def arrival() -> torch.device:
     return _device
 
 
-def encode(value: Any) -> Encoded:
-    """`value` as pickle and buffers, which are views of the value's own memory. Raises what pickle raises for a value
-    that it cannot take apart."""
+def encode_request(request: Request) -> Encoded:
+    """A request, to be sent. Raises what pickling the arguments raises."""
+    return encode(tuple(request), (*request.args, *request.kwargs.values()))
+
+
+def encode(value: Any, among: tuple[Any, ...] | None = None) -> Encoded:
+    """`value` as pickle and buffers, which are views of the value's own memory. All that it consists of is plain, but
+    for what is `among` these, if they are given. Raises what pickle raises for a value that it cannot take apart."""
+    if _PLAIN.issuperset(map(type, (value,) if among is None else among)):
+        return Encoded(pickle.dumps(value, 5), [])  # without a pickler of its own
     buffers: list[memoryview] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:

@@ -29,6 +29,7 @@ from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
 from rolecall.wire.messages import MAX_RUNNING, Failure, Forward, Handover, Request, pickled
+from rolecall.wire.readers import LongMethods
 from rolecall.wire.serial import Line
 from rolecall.wire.session import belongs_to, serving
 
@@ -92,7 +93,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._running, self._waiting = 0, deque[Call]()
         self._held_back: dict[Link, list[Call]] = {}  # calls of peers that do not read their answers
-        self._streams = 0
+        self._streams, self._long = 0, LongMethods()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
@@ -353,6 +354,7 @@ class Dispatcher:
     ) -> concurrent.futures.Future[Any] | None:
         """Calls a method. Returns the future that it has returned, if it has. `waits`: see `_answer`."""
         request = call.request
+        may_be_long = self._long.begin(request.method)
         call.begun, call.thread = clock.now(), this_thread()
         token = serving.set(call.link.session)
         try:
@@ -366,6 +368,7 @@ class Dispatcher:
             return None
         finally:
             serving.reset(token)
+            self._long.end(request.method, may_be_long, clock.now() - call.begun)
         if isinstance(value, concurrent.futures.Future):
             self._answer_later(call, value, span)
             return value
@@ -421,8 +424,7 @@ class Dispatcher:
     def _hand_over(self, call: Call, handover: Handover[Any]) -> None:
         place = call.link, call.number
         with self._lock:
-            is_over = place not in self._calls or call.link.ended
-            if is_over:
+            if is_over := place not in self._calls or call.link.ended:
                 self._calls.pop(place, None)
             else:
                 call.undo = handover.undo

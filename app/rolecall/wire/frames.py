@@ -21,6 +21,7 @@ import numpy as np
 from rolecall.wire import memory
 from rolecall.wire.codec import Encoded
 from rolecall.wire.memory import Region
+from rolecall.wire.readers import step_aside
 
 HEAD = struct.Struct("!BBHQQ")
 SIZE, REGION = struct.Struct("!Q"), struct.Struct("!QQ")
@@ -57,7 +58,7 @@ class Frame(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its contents."""
-        return len(self.body) + sum(len(buffer) for buffer in self.buffers)
+        return len(self.body) + (sum(len(buffer) for buffer in self.buffers) if self.buffers else 0)
 
 
 class FrameError(ConnectionError):
@@ -66,18 +67,77 @@ class FrameError(ConnectionError):
 
 class FrameReader:
     """Reads frames from `sock`, of at most `limit` bytes each; buffers in memory are those of the process `pid`. One
-    thread at a time. A frame takes no memory, beyond a constant, before its bytes have arrived."""
+    thread at a time. A frame takes no memory, beyond a constant, before its bytes have arrived.
+
+    `next` waits for a frame. `receive` and `take` wait for nothing: a frame that the buffer has no room for, or whose
+    buffers are in memory, is `large`, and left for `next`."""
 
     def __init__(self, sock: socket.socket, limit: int, pid: int = 0) -> None:
         self._sock, self._limit, self._pid = sock, limit, pid
-        self._buffer = bytearray(RECEIVE_BYTES)
-        self._view = memoryview(self._buffer)
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._view = np.empty(RECEIVE_BYTES, np.uint8).data  # it takes no memory before something has arrived
+        self._address = memory.address_of(self._view)
         self._start = self._end = 0  # of what has arrived and was not read
+        self.large = False  # the next frame is
+
+    def receive(self) -> bool:
+        """Takes what has arrived. Returns False if nothing has. Raises EOFError at the end of the connection, and
+        OSError. TLS is to be without waits: see `waits`."""
+        self._move()
+        try:
+            if self._tls:
+                arrived = self._sock.recv_into(self._view[self._end :])
+            else:
+                room = Region(self._address + self._end, RECEIVE_BYTES - self._end)
+                arrived = memory.receive(self._sock.fileno(), room)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return False
+        if not arrived:
+            raise EOFError("the connection has ended")
+        self._end += arrived
+        return True
+
+    def take(self) -> Frame | None:
+        """The next frame, if it has arrived and is not large. Raises FrameError."""
+        start = self._start
+        arrived = self._end - start
+        if arrived < HEAD.size:
+            return None
+        kind, flags, count, length, call = HEAD.unpack_from(self._view, start)
+        if kind not in _KINDS or flags & ~IN_MEMORY:
+            return self.next()  # which refuses it
+        size = HEAD.size + length if not count else self._size(count, length)
+        if arrived < size or flags:
+            self.large = bool(flags) or size > RECEIVE_BYTES
+            return None
+        if count or length > self._limit:
+            return self.next()
+        self._start = start + size
+        return Frame(kind, call, bytes(self._view[start + HEAD.size : start + size]), ())
+
+    def _size(self, count: int, length: int) -> int:
+        """Bytes of the frame at the start of the buffer; of its beginning, until its table is there."""
+        table = HEAD.size + count * SIZE.size
+        if self._end - self._start < table:
+            return table
+        sizes = SIZE.iter_unpack(self._view[self._start + HEAD.size : self._start + table])
+        return table + length + sum(int(size) for (size,) in sizes)
+
+    def has_more(self) -> bool:
+        """Whether `receive` may find more, of which the socket says nothing: TLS has decrypted it already, or a frame
+        takes several of its records."""
+        return self._tls and (self._end > self._start or bool(self._sock.pending()))  # type: ignore[attr-defined]
+
+    def waits(self, waits: bool) -> None:
+        """Whether TLS waits for what has not arrived: `next` does, `receive` does not."""
+        if self._tls:
+            self._sock.setblocking(waits)
 
     def next(self) -> Frame:
         """The next frame. Raises EOFError at the end of the connection, FrameError, OSError and MemoryError."""
+        self.large = False
         self._require(HEAD.size)
-        kind, flags, count, length, call = HEAD.unpack_from(self._buffer, self._start)
+        kind, flags, count, length, call = HEAD.unpack_from(self._view, self._start)
         self._start += HEAD.size
         if kind not in _KINDS or flags & ~IN_MEMORY:
             raise FrameError(f"a frame of kind {kind} and flags {flags}")
@@ -104,18 +164,23 @@ class FrameReader:
         return [Region(0, size) for (size,) in SIZE.iter_unpack(table)]
 
     def _require(self, count: int) -> None:
-        """Waits until `count` bytes, less than the buffer has, are there."""
+        """Waits until `count` bytes, less than the buffer has, are there; further ones are left where they are."""
         if self._end - self._start >= count:
             return
-        if self._start:
-            left = self._end - self._start
-            self._view[:left] = bytes(self._view[self._start : self._end])
-            self._start, self._end = 0, left
+        self._move()
         while self._end < count:
-            arrived = self._sock.recv_into(self._view[self._end :])
+            arrived = self._sock.recv_into(self._view[self._end : count])
             if not arrived:
                 raise EOFError("the connection has ended")
             self._end += arrived
+
+    def _move(self) -> None:
+        """Moves what was not read to the start of the buffer."""
+        if self._start:
+            left = self._end - self._start
+            if left:
+                self._view[:left] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, left
 
     def _bytes(self, count: int) -> bytes:
         """The next `count` bytes, at most RECEIVE_BYTES."""
@@ -154,8 +219,8 @@ _KINDS = frozenset(Kind)
 
 
 def _head(kind: Kind, call: int, content: Encoded) -> bytes:
-    sizes = b"".join(SIZE.pack(buffer.nbytes) for buffer in content.buffers)
-    return HEAD.pack(kind, 0, len(content.buffers), len(content.body), call) + sizes
+    head = HEAD.pack(kind, 0, len(content.buffers), len(content.body), call)
+    return head + b"".join(SIZE.pack(buffer.nbytes) for buffer in content.buffers) if content.buffers else head
 
 
 class FrameWriter:
@@ -172,14 +237,14 @@ class FrameWriter:
         """Sends a frame. Its buffers may change once this returns: they are sent, or the peer has read them. Raises
         OSError, and ConnectionError if the connection is closed meanwhile."""
         body, buffers = content
-        size = sum(buffer.nbytes for buffer in buffers)
+        size = content.nbytes - len(body)
         if self._in_memory and size >= memory.MIN_BYTES:
             self._send_in_memory(kind, call, content)
             return
         head = _head(kind, call, content)
         if len(body) + size <= JOIN_BYTES:
             data = b"".join((head, body, *buffers))
-            with self._lock:
+            with self._alone():
                 self._sock.sendall(data)
             return
         parts = (
@@ -187,8 +252,14 @@ class FrameWriter:
             if len(body) <= JOIN_BYTES
             else [memoryview(head), memoryview(body), *buffers]
         )
-        with self._lock:
+        with self._alone():
             self._send_parts(parts)
+
+    def _alone(self) -> threading.Lock:
+        """What is held while a frame is sent. Who holds it may wait for the peer to read."""
+        if self._lock.locked():
+            step_aside()
+        return self._lock
 
     def try_send(self, kind: Kind, call: int, content: Encoded) -> bool:
         """Sends a frame that is not large if that takes no wait. Returns whether it did. Raises OSError."""
@@ -225,7 +296,7 @@ class FrameWriter:
         table = b"".join(REGION.pack(memory.address_of(buffer), buffer.nbytes) for buffer in buffers)
         read = self._held[kind, call] = threading.Event()
         try:
-            with self._lock:
+            with self._alone():
                 self._sock.sendall(HEAD.pack(kind, IN_MEMORY, len(buffers), len(body), call) + table + body)
             if self._closed:
                 raise ConnectionError("the connection was closed")

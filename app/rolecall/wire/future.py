@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from rolecall.record.recorder import recorder
 from rolecall.wire import apart
+from rolecall.wire.readers import step_aside
 
 T = TypeVar("T")
 
@@ -37,10 +38,19 @@ class Future(concurrent.futures.Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """The answer; waits for it."""
-        if not recorder.on or self.done():
+        if self.done():
+            return super().result(timeout)
+        step_aside()
+        if not recorder.on:
             return super().result(timeout)
         with recorder.span("wait"):
             return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that `result` would raise, None if there is none; waits for it."""
+        if not self.done():
+            step_aside()
+        return super().exception(timeout)
 
     def end(self, value: Any, error: BaseException | None) -> None:
         """Sets the answer, or the error, unless the future was cancelled."""

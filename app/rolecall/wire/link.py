@@ -21,10 +21,11 @@ from rolecall.wire.apart import Ordered
 from rolecall.wire.codec import Encoded
 from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
 from rolecall.wire.memory import Region
-from rolecall.wire.readers import LongCallMonitor, Readers
+from rolecall.wire.readers import Readers, step_aside
 from rolecall.wire.session import Session
 
 COUNT = struct.Struct("!Q")
+LARGE = Frame(0, 0, b"", ())  # one that is to be read apart, since others would wait for it
 # what reading raises at the end, or for what is no frame; TypeError: no failure
 BROKEN = (OSError, EOFError, ValueError, TypeError, MemoryError, struct.error)
 
@@ -68,7 +69,7 @@ class Link:
         *,
         session: Session,
         limit: int,
-        monitor: LongCallMonitor,
+        readers: Readers,
         quick: Callable[[Link, Frame], bool],
         received: Callable[[Link, Frame], None],
         closed: Callable[[Link, str], None],
@@ -79,7 +80,7 @@ class Link:
         self._reader = FrameReader(sockets.incoming, limit, sockets.pid)
         self._writer = FrameWriter(sockets.outgoing, sockets.read_by_peer)
         self._quick, self._received, self._closed, self._drained = quick, received, closed, drained
-        self._readers = Readers(f"wire {peer}", monitor, self._next, self._run)
+        self._readers = readers
         self._lock = threading.Lock()
         self._ended = self._shut_down = self._unread = False
         self.unread_answers = self.unread_bytes = 0  # that the dispatcher sends, and the peer has not read
@@ -88,17 +89,18 @@ class Link:
 
     def start(self) -> None:
         """Begins to read. Raises PeerLostError, and closes the link, if there are too many threads for that."""
-        if not self._readers.start():
+        self._reader.waits(False)
+        if not self._readers.add(self):
             self._unread = True
-            self.close(apart.TOO_MANY)
-            raise PeerLostError(apart.TOO_MANY)
+            self.close(apart.TOO_MANY)  # unless it is
+            raise PeerLostError(self.problem)
 
     # ---- sending
 
     def send(self, kind: Kind, call: int, content: Encoded) -> None:
         """Sends a frame; see `FrameWriter.send`."""
         if content.nbytes >= memory.MIN_BYTES:  # waits for the peer, whose frames must be read meanwhile
-            self._readers.step_aside()
+            step_aside()
         self._writer.send(kind, call, content)
 
     def deliver(self, kind: Kind, call: int, content: Encoded) -> None:
@@ -134,35 +136,82 @@ class Link:
 
     # ---- receiving
 
-    def _next(self) -> Frame | None:
-        """The next frame that may take time; None after the end."""
+    def fileno(self) -> int:
+        """Of what is read."""
+        return self._sockets.incoming.fileno()
+
+    def receive(self) -> None:
+        """Takes what has arrived."""
+        try:
+            self._reader.receive()
+        except BROKEN as error:
+            self.close(str(error) or type(error).__name__)  # `next` finds out
+
+    def next(self) -> Frame | None:
+        """The next frame that has arrived and may take time; None if there is none. A large one is still to come."""
         try:
             while not self._ended:
-                frame = self._reader.next()
-                if frame.kind == Kind.RELEASED:
-                    self._writer.released(COUNT.unpack(frame.body)[0], frame.call)
-                elif frame.in_memory or not self._quick(self, frame):
-                    if frame.kind == Kind.REQUEST:
-                        self.unpacking[frame.call] = False
-                    return frame
+                frame = self._reader.take()
+                if frame is not None:
+                    if self._takes_time(frame):
+                        return frame
+                elif self._reader.large:
+                    self._readers.remove(self)
+                    return LARGE
+                elif not (self._reader.has_more() and self._reader.receive()):
+                    return None
         except BROKEN as error:
             self.close(str(error) or type(error).__name__)
+        self._readers.remove(self)
+        self._end_reading()
+        return None
+
+    def _takes_time(self, frame: Frame) -> bool:
+        """Whether a frame is to be run; otherwise it was dealt with."""
+        if frame.kind == Kind.RELEASED:
+            self._writer.released(COUNT.unpack(frame.body)[0], frame.call)
+            return False
+        if not frame.in_memory and self._quick(self, frame):
+            return False
+        if frame.kind == Kind.REQUEST:
+            self.unpacking[frame.call] = False
+        return True
+
+    def run(self, frame: Frame) -> None:
+        """Deals with a frame that may take time."""
+        try:
+            arrived = self._read_large() if frame is LARGE else frame
+            if arrived:
+                self._received(self, arrived)
+        except BaseException:  # such as a callback's: the link is read on
+            telemetry.log().exception("what arrived from a peer has failed", peer=self.peer)
+
+    def _read_large(self) -> Frame | None:
+        step_aside()
+        try:
+            self._reader.waits(True)
+            frame = self._reader.next()
+            self._reader.waits(False)
+            takes_time = self._takes_time(frame)
+        except BROKEN as error:
+            self.close(str(error) or type(error).__name__)
+            self._end_reading()
+            return None
+        if not self._readers.add(self):
+            self._end_reading()  # which is over for all
+        return frame if takes_time else None
+
+    def _end_reading(self) -> None:
+        """The link has been closed."""
         with contextlib.suppress(*BROKEN):
+            self._reader.waits(True)
             while True:  # what had come before the end, which is not waited for
                 if (frame := self._reader.next()).kind == Kind.CONFIRMED:
                     self._quick(self, frame)
+        self._drained(self)
         with self._lock:
-            first, self._unread = not self._unread, True
-        if first:
-            self._drained(self)
+            self._unread = True
         self._close_sockets()
-        return None
-
-    def _run(self, frame: Frame) -> None:
-        try:
-            self._received(self, frame)
-        except BaseException:  # such as a callback's: the link is read on
-            telemetry.log().exception("what arrived from a peer has failed", peer=self.peer)
 
     def release(self, frame: Frame) -> None:
         """Tells the peer that a frame's buffers were read from its memory."""

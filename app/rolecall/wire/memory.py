@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import socket
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ class _Vector(ctypes.Structure):
 _readv = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
 if _readv is not None:
     _readv.restype = ctypes.c_ssize_t
+_recv = ctypes.PyDLL(None, use_errno=True).recv
+_recv.argtypes, _recv.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_ssize_t
 
 
 class Region(NamedTuple):
@@ -60,6 +63,15 @@ def read(pid: int, region: Region) -> np.ndarray:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         done += copied
     return target
+
+
+def receive(file: int, room: Region) -> int:
+    """Receives what has arrived at a socket. This thread keeps the interpreter, unlike in `recv_into`: beside one that
+    computes it would wait for it once more. Raises OSError, which is a BlockingIOError if nothing has arrived."""
+    count = int(_recv(file, room.address, room.nbytes, socket.MSG_DONTWAIT))
+    if count < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return count
 
 
 def may_read(pid: int, probe: Region, expected: bytes) -> bool:

@@ -125,3 +125,15 @@ def test_the_threads_end_with_the_session(wires: Wires, callers: list[Caller]) -
         assert again.reader.next().call == 1
         wires.wires["b"].session.end()
         until(lambda: shared._epoll.closed, "the threads' end")
+
+
+def test_a_method_that_hangs_holds_up_no_end_of_another_link(
+    wires: Wires, callers: list[Caller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "LOOK_SECONDS", 0.1)  # the first look is after the end
+    shared, member = wires.wires["b"]._readers, wires.members["b"]
+    callers[0].send(1, "wait")
+    assert member.entered.acquire(timeout=DEADLINE)
+    wires.wires["b"].session.end()
+    until(lambda: shared._epoll.closed, "the threads' end, but for that of the method")
+    assert not member.seen  # it hangs still

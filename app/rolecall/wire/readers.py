@@ -97,13 +97,13 @@ class Readers:
             self._stopped = True
             os.eventfd_write(self._bell, 1)
             self._close_unused()
-        self._watched.set()
 
     def _close_unused(self) -> None:
         """Closes what the threads have waited for, after the last one. With the lock held."""
         if self._stopped and not self._spare and not self._epoll.closed:
             self._epoll.close()
             os.close(self._bell)
+            self._watched.set()  # nobody looks any more
 
     # ---- threads
 
@@ -184,10 +184,10 @@ class Readers:
 
     def _look_forever(self) -> None:
         """Has another thread read on if a call runs for long."""
-        while not self._stopped:
+        while not self._epoll.closed:
             self._watched.wait()
             seen = idle = 0
-            while idle < IDLE_LOOKS and not self._stopped:
+            while idle < IDLE_LOOKS and not self._epoll.closed:
                 time.sleep(LOOK_SECONDS)
                 with self._lock:
                     if self._running and self._running == seen:
@@ -195,5 +195,5 @@ class Readers:
                     idle = idle + 1 if self._number == seen else 0
                     seen = self._number
             self._watched.clear()  # before it looks, as `_read_on` does: one of them sees the other
-            if self._running:
+            if self._running or self._epoll.closed:
                 self._watched.set()

@@ -21,15 +21,16 @@ Exchange = Future[Future[PartAnswer]]  # of one part of a gradient: it is on its
 def share_cores(context: Context[PsSettings]) -> None:
     """Sets torch's threads to this trainer's share of the cores, if all ranks are on one machine. It is called before
     each batch or round, because the number of trainers changes: with more threads than cores, each step takes many
-    times as long. With `sync` it does not change: the bits of a gradient may depend on the number of threads.
+    times as long. With `sync` the share is that of TRAINERS: the bits of a gradient may depend on the threads.
     """
     s = context.settings
     try:
         one_machine = ipaddress.ip_address(s.master_addr).is_loopback
     except ValueError:  # a name
         one_machine = False
-    sharing = 1 if s.threads or not one_machine else s.update_batches or len(context.peers("trainer"))
-    torch.set_num_threads(max(1, context.threads // max(1, sharing)))
+    trainers = s.trainers if s.update_mode == "sync" else len(context.peers("trainer"))
+    sharing = 1 if s.threads or not one_machine else max(1, trainers)
+    torch.set_num_threads(max(1, context.threads // sharing))
 
 
 def deadline(settings: PsSettings) -> float:

@@ -389,6 +389,11 @@ class Context(Calls, Training, Generic[S]):
         # the number of `extra`: otherwise a 0 at their end would change nothing
         return mixed_seed(self.settings.seed, *self._seeds, *extra, *([len(extra)] if extra else []))
 
+    def shared_seed(self, *numbers: int) -> int:
+        """A seed that depends on SEED and `numbers` only: with those of a step and of a part of its work, whoever does
+        that draws the same random numbers."""
+        return mixed_seed(self.settings.seed, *numbers, len(numbers))
+
 
 def seed_generators(seed: int) -> None:
     """Seeds Python's, numpy's and torch's generators."""

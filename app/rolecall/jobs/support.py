@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rolecall.context.context import choose_device, mixed_seed, seed_generators
+from rolecall.context.context import choose_device, seed_generators
 from rolecall.context.memory import keep_freed_memory
 from rolecall.context.progress_bar import progress, track
 from rolecall.declare.loader import explain
@@ -30,7 +30,6 @@ __all__ = [
     "explain",
     "free_memory",
     "keep_freed_memory",
-    "mixed_seed",
     "pack",
     "progress",
     "require_packages",

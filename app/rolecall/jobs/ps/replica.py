@@ -17,7 +17,7 @@ from rolecall.jobs.ps.exchanges import Exchange, Exchanges, is_answered
 from rolecall.jobs.ps.messages import BatchReport, Indices
 from rolecall.jobs.ps.model import VectorPart
 from rolecall.jobs.ps.server import MAX_EXCHANGES
-from rolecall.jobs.support import mixed_seed, seed_generators
+from rolecall.jobs.support import seed_generators
 
 Gradient = dict[int, Exchange]  # by part
 
@@ -30,7 +30,7 @@ class Replica:
     """
 
     def __init__(self, context: Context[PsSettings]) -> None:
-        self.settings, self.device = context.settings, context.device
+        self.settings, self.device, self._seed = context.settings, context.device, context.shared_seed
         self.model = model.build(self.settings).to(self.device).train()
         self.exchanges = Exchanges(context, self.model)
         self.parts = self.exchanges.parts
@@ -85,7 +85,7 @@ class Replica:
     def begin(self, batch: Indices) -> None:
         """With `sync`, the gradient of `batch` does not depend on what this process has computed before."""
         if self.settings.update_batches:
-            seed_generators(mixed_seed(self.settings.seed, self.exchanges.version, int(batch[0])))
+            seed_generators(self._seed(self.exchanges.version, int(batch[0])))
             model.load_buffers(self.model, self.exchanges.buffers)
 
     def forward(self, inputs: Tensor) -> Tensor:

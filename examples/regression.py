@@ -23,7 +23,7 @@ SAMPLES = 10_000  # of a shard
 # region settings
 class Regression(Settings):
     workers: int = Field(2, ge=1, le=64, description="workers that a start waits for")
-    shards: int = Field(4, ge=1, le=64, description="shards of the data, whichever workers have them")
+    shards: int = Field(4, ge=1, le=64, description="shards of the data")
     width: int = Field(32, ge=1, description="width of the hidden layer")
     updates: int = Field(300, ge=1, description="optimizer steps")
     batch: int = Field(256, ge=1, description="samples of a shard in an update")
@@ -45,13 +45,13 @@ def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 # region worker
 class Worker:
-    """A copy of the model, and the data of those shards that it was asked for."""
+    """A copy of the model, and shards of the data."""
 
     def __init__(self, context: Context[Regression]) -> None:
         self.context, self.model = context, build(context.settings)
         self.data = functools.cache(lambda shard: samples(SAMPLES, context.shared_seed(shard)))
 
-    @remote(idempotent=True, serial=True)  # if the worker is lost, another computes the same
+    @remote(idempotent=True, serial=True)
     def gradient(self, shard: int, update: int, weights: dict[str, Tensor]) -> tuple[list[Tensor], float]:
         self.model.load_state_dict(weights)
         x, y = self.data(shard)

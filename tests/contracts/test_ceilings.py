@@ -19,7 +19,7 @@ ROOMS = {
     "rolecall/inprocess": 1010,  # one process for debugging and tests
     "rolecall/jobs": 90,
     "rolecall/jobs/hybrid": 3000,
-    "rolecall/jobs/ps": 2510,
+    "rolecall/jobs/ps": 2580,  # updates that do not depend on who is there
     "rolecall/jobs/rl": 4270,  # processes of episodes that end at any moment
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,

@@ -23,11 +23,7 @@ class PsSettings(Settings):
     min_trainers: int = Field(1, ge=1, le=1024, description="fewest trainers to train with")
     max_trainers: int = Field(64, ge=1, le=1024, description="most trainers that are admitted")
     shares: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="batches of an update, whichever trainers compute them, so that its result does not depend on who "
-        "is there (sync); 0: TRAINERS",
+        0, ge=0, le=1024, description="batches of an update, whichever trainers compute them (sync); 0: TRAINERS"
     )
     update_mode: Literal["sync", "async", "local", "autograd"] = Field(
         "sync",

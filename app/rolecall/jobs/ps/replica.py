@@ -85,7 +85,7 @@ class Replica:
     def begin(self, batch: Indices) -> None:
         """With `sync`, the gradient of `batch` does not depend on what this process has computed before."""
         if self.settings.update_batches:
-            seed_generators(self._seed(self.exchanges.version, int(batch[0])))
+            seed_generators(self._seed(self.exchanges.version, int(batch[0])), self.device.type == "cpu")
             model.load_buffers(self.model, self.exchanges.buffers)
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ def options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--address", default="127.0.0.1", help="the callee's")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="which callee and caller share")
-    parser.add_argument("--figures", default=",".join(calls_work.FIGURES))
+    figures = [name for name in calls_work.FIGURES if name not in calls_work.COSTS]  # those need the callee's process
+    parser.add_argument("--figures", default=",".join(figures))
     parser.add_argument("--seconds", type=float, default=2.0)
     return parser.parse_args()
 

@@ -38,7 +38,7 @@ ROOMS = {
     "rolecall/torch_rpc": 960,
     "rolecall/tunnel": 2030,
     "rolecall/weights": 940,
-    "rolecall/wire": 3300,  # serial methods, and what they wait for; waits that stand still; frames of all threads
+    "rolecall/wire": 3300,  # serial methods, and what they wait for; waits that stand still; all links by a few threads
 }
 # lines of Python; words of Markdown in docs. docs: maps, members' state, services, tests, debugging,
 # questions to a run's files; a page of ten minutes beside the reference. bench: the programs beside Ray's and Monarch's

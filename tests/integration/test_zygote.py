@@ -77,7 +77,7 @@ def test_fork_has_its_own_arguments_environment_and_output(server: Zygote, tmp_p
     assert one.pid != other.pid
     assert (one.wait_for(DEADLINE), other.wait_for(DEADLINE)) == (2, 0)
     assert (one.returncode, other.returncode) == (2, 0)
-    assert psutil.Process().num_fds() == descriptors
+    assert psutil.Process().num_fds() <= descriptors  # those of earlier tests may have been closed meanwhile
     lines = (tmp_path / "one").read_text().splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("rolecall: ROLE='nobody': no such role")

@@ -1,10 +1,12 @@
-"""Data-parallel regression: a lead holds the model, workers compute gradients on their shards of the data.
+"""Data-parallel regression: a lead holds the model, workers compute gradients on shards of the data. Which worker has
+which shard changes nothing: whoever is killed, joins or leaves, the model has the same bits.
 
 rolecall run examples/regression.py --workers 3
 rolecall eval examples/regression.py --checkpoint runs/regression-...
 rolecall export examples/regression.py --checkpoint runs/regression-... --format onnx
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -12,18 +14,19 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rolecall import Context, Exported, Job, Metric, PeerLostError, Role, Settings, UsageError, remote
+from rolecall import Context, Exported, Job, Metric, Role, Settings, UsageError, remote
 
 GOAL = 0.03  # error at which the job counts as solved
-SAMPLES = 10_000  # of a worker
+SAMPLES = 10_000  # of a shard
 
 
 # region settings
 class Regression(Settings):
     workers: int = Field(2, ge=1, le=64, description="workers that a start waits for")
+    shards: int = Field(4, ge=1, le=64, description="shards of the data")
     width: int = Field(32, ge=1, description="width of the hidden layer")
     updates: int = Field(300, ge=1, description="optimizer steps")
-    batch: int = Field(256, ge=1, description="samples of one worker in an update")
+    batch: int = Field(256, ge=1, description="samples of a shard in an update")
     lr: float = Field(0.01, gt=0, le=1, description="Adam's learning rate")
 
 
@@ -42,17 +45,19 @@ def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 # region worker
 class Worker:
-    """A worker's share of the data, and a copy of the model."""
+    """A copy of the model, and shards of the data."""
 
     def __init__(self, context: Context[Regression]) -> None:
-        self.settings, self.model = context.settings, build(context.settings)
-        self.x, self.y = samples(SAMPLES, context.seed())  # its own; they stay if a generation ends
+        self.context, self.model = context, build(context.settings)
+        self.data = functools.cache(lambda shard: samples(SAMPLES, context.shared_seed(shard)))
 
-    @remote
-    def gradient(self, weights: dict[str, Tensor]) -> tuple[list[Tensor], float]:
+    @remote(idempotent=True, serial=True)
+    def gradient(self, shard: int, update: int, weights: dict[str, Tensor]) -> tuple[list[Tensor], float]:
         self.model.load_state_dict(weights)
-        rows = torch.randint(len(self.x), (self.settings.batch,))
-        loss = functional.mse_loss(self.model(self.x[rows]), self.y[rows])
+        x, y = self.data(shard)
+        generator = torch.Generator().manual_seed(self.context.shared_seed(shard, update))
+        rows = torch.randint(len(x), (self.context.settings.batch,), generator=generator)
+        loss = functional.mse_loss(self.model(x[rows]), y[rows])
         return list(torch.autograd.grad(loss, list(self.model.parameters()))), loss.item()
 
 
@@ -61,35 +66,28 @@ class Worker:
 
 # region lead
 def lead(context: Context[Regression]) -> dict[str, Any]:
-    settings, model = context.settings, build(context.settings)
+    settings = context.settings
+    torch.manual_seed(context.shared_seed())  # `build` has the same weights in each generation
+    model = build(settings)
     optimizer = torch.optim.Adam(model.parameters(), settings.lr)
     state = context.restore({"model": model, "optimizer": optimizer, "samples": 0, "error": 1.0})
-    total = settings.updates * settings.workers * settings.batch
-    calls = context.options(lost="answer")
-    context.on_joined(lambda name: context.logger.info("one gradient more", worker=name))
+    total = settings.updates * settings.shards * settings.batch
     for update in context.steps(settings.updates, until=lambda: state["error"] < GOAL, work=total, goal=GOAL):
-        losses = []
-        for worker, answer in calls.call_each(Worker.gradient, model.state_dict()):
-            if isinstance(answer, PeerLostError):
-                context.logger.info("one gradient less", worker=worker.name)
-                continue
-            for parameter, part in zip(model.parameters(), answer[0], strict=True):
-                parameter.grad = part if parameter.grad is None else parameter.grad + part
-            losses.append(answer[1])
-        if not losses:
-            context.redo()  # every worker was lost: this update is made again
-            continue
-        for parameter in model.parameters():
-            parameter.grad /= len(losses)
+        # in the shards' order, on which a sum of floats depends
+        answers = list(context.map(Worker.gradient, range(settings.shards), update, model.state_dict()))
+        losses = [loss for _, loss in answers]
+        for parameter, *parts in zip(model.parameters(), *(gradient for gradient, _ in answers), strict=True):
+            parameter.grad = torch.stack(parts).mean(0)
         context.require_finite(*losses, hint="the loss is not finite; lower LR")
         optimizer.step()
         optimizer.zero_grad()
-        state["samples"] += settings.batch * len(losses)
+        state["samples"] += settings.batch * settings.shards
         if update % 20 == 0:
             with context.evaluating():
                 state["error"] = evaluate(settings, {"model": model.state_dict()})["error"]
             context.log(score=state["error"])
-        context.log(loss=sum(losses) / len(losses), done=state["samples"], regression_workers=len(losses))
+        loss, workers = sum(losses) / len(losses), len(context.peers("worker"))
+        context.log(loss=loss, done=state["samples"], regression_workers=workers)
     torch.save(model.state_dict(), context.files / "model.pt")
     return {"error": state["error"], "samples": state["samples"]}
 
@@ -138,6 +136,6 @@ JOB = Job(
     lower=True,
     unit="samples",
     pinned=["width"],  # a checkpoint of another width is refused
-    metrics=[Metric("gauge", "regression_workers", "Workers whose gradients are in the last update.", roles=("lead",))],
+    metrics=[Metric("gauge", "regression_workers", "Workers that compute gradients.", roles=("lead",))],
 )
 # endregion

@@ -48,7 +48,24 @@ class Member:
         self.context, self.net = context, Net(context.me.name)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         context.optimize(self.optimizer, torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5))
-        self.go = threading.Event()
+        self.go, self.begun, self.ended = threading.Event(), list[int](), list[int]()
+
+    @remote(grad=True)
+    def numbered(self, number: int) -> Tensor:
+        """Its backward pass is overtaken by the next one if that begins meanwhile."""
+
+        def note(_: Tensor) -> None:
+            self.begun.append(number)
+            self.go.set() if len(self.begun) > 1 else self.go.wait(0.3)
+            self.ended.append(number)
+
+        product = self.net.linear.weight * number
+        product.register_hook(note)
+        return product
+
+    @remote
+    def orders(self) -> tuple[list[int], list[int]]:
+        return self.begun, self.ended
 
     @remote(grad=True)
     def look_up(self, words: Tensor) -> Tensor:
@@ -260,6 +277,17 @@ def test_gradients_and_steps_are_those_of_one_process_bit_for_bit(tmp_path: Path
             each.step()
         for name, net in nets.items():
             torch.testing.assert_close(context.call(name, Member.weights).result(), dict(net.state_dict()))
+
+    play(test, tmp_path)
+
+
+def test_a_member_adds_gradients_up_in_one_order(tmp_path: Path) -> None:
+    def test(context: Context[Any], _: Run) -> None:
+        with context.gradients():
+            answers = [context.call(NAMES[0], Member.numbered, number) for number in range(4)]
+            torch.stack([answer.result() for answer in answers]).sum().backward()
+        begun, ended = context.call(NAMES[0], Member.orders).result()
+        assert ended == begun == [3, 2, 1, 0]
 
     play(test, tmp_path)
 

@@ -82,6 +82,18 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
 
 
+def noisy() -> nn.Module:
+    """A model for `blobs` with buffers and dropout: what it learns depends on generators of random numbers."""
+    return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+
+def slow_noisy() -> nn.Module:
+    """The same, whose batches take their time."""
+    model = noisy()
+    model.register_forward_pre_hook(lambda *_: time.sleep(SECONDS))
+    return model
+
+
 class Hanging(Counter):
     """Hangs in its second batch."""
 

@@ -15,8 +15,10 @@ import psutil
 import pytest
 
 import rolecall
+from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.record import history
 from tests import commands
+from tests.bits import digest
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, reported, until
 
 MakeCluster = Callable[..., Cluster]
@@ -201,8 +203,25 @@ def test_the_examples_of_the_page_on_jobs_finish(
     if name == "allreduce":
         assert summary["result"]["total"] == 2 * (1 + 2 + 3 + 4)
     else:
-        assert summary["throughput"]["total"] == 40 * 2 * 256
+        assert summary["throughput"]["total"] == 40 * 4 * 256
         assert (job.checkpoints / "files" / "model.pt").exists()
+
+
+def test_an_example_has_the_same_bits_whoever_is_killed(cluster: MakeCluster) -> None:
+    settings = {"LR": "0.0001", "BATCH": "4096", "UPDATES": "1200", "CHECKPOINT_INTERVAL": "0.3"}
+
+    def run(workers: int, *killed: str) -> str:
+        job = cluster(JOB="examples/regression.py", **settings).start(workers, described=True)
+        for name in killed:
+            job.trains(20)
+            job.ranks[name].kill_worker()
+        assert [rank.wait() for rank in job.ranks.values()] == [0] * len(job.ranks)
+        assert ("resumed" in job.first.text()) == ("lead-0" in killed)
+        newest = Checkpoints(job.checkpoints, "regression").newest()
+        assert newest is not None
+        return digest(newest)
+
+    assert run(3, "worker-1", "lead-0", "worker-0") == run(2)
 
 
 HANGING = ROOT / "tests" / "integration" / "hanging.py"

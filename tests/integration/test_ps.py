@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from rolecall.checkpoint import checkpoint
 from rolecall.record import rundir
+from tests.bits import digest
 from tests.disk import SlowDisk
 from tests.integration import learning
 from tests.integration.cluster import Cluster, reported, until
@@ -52,6 +53,20 @@ def test_sync_is_one_process_with_the_union_of_the_batches(cluster: MakeCluster,
     expected = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     torch.testing.assert_close(snapshot.state["model"]["parameters"], expected, rtol=1e-4, atol=1e-5)
     assert snapshot.step == 3 * 6
+
+
+def test_sync_has_the_same_bits_whoever_is_killed_and_joins(cluster: MakeCluster) -> None:
+    chosen = {"DATASET": HERE + "blobs", "BATCH_SIZE": "6", "EPOCHS": "30", "LR": "0.1", "MOMENTUM": "0.9"}
+    job = cluster(JOB="ps", MODEL=HERE + "slow_noisy", CHECKPOINT_INTERVAL="0.3", **chosen).start(3)
+    for name in ("trainer-1", "ps-0", "trainer-0"):
+        job.trains(4)
+        job.ranks[name].kill_worker()
+    job.add("trainer", 3).start()
+    disturbed = finished(job)
+    undisturbed = cluster(JOB="ps", MODEL=HERE + "noisy", **chosen)
+    assert digest(finished(undisturbed.start(3))) == digest(disturbed)
+    assert "trainer joined" in job.first.text()
+    assert "resumed" in job.first.text()
 
 
 @pytest.mark.parametrize("mode", ["async", "local", "autograd"])

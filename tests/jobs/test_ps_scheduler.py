@@ -78,8 +78,9 @@ class Run:
     def __init__(self, seed: int, sizes: tuple[int, int, int], mode: dict[str, Any], partial: bool = False) -> None:
         self.random = random.Random(seed)
         self.shape, self.mode, self.partial = (*sizes, seed), mode, partial
-        self.local = mode["sync"] and mode["ahead"] == 2
-        self.depth = 1 if self.local else 2  # a trainer's gradients in flight at once
+        self.local = mode["sync"] and mode.get("ahead") == 2
+        self.depth = mode.get("shares") or (1 if self.local else 2)  # a trainer's gradients in flight at once
+        self.updates: list[list[list[int]]] = []  # the samples of each batch
         self.times = np.zeros(sizes[0], int)  # that each sample was used
         self.names = 0  # trainers so far
         self.joining = set[str]()  # trainers that no update waits for yet
@@ -179,7 +180,9 @@ class Run:
         last, self.version = self.version, self.scheduler.version
         if update is None:
             return
-        total = sum(len(self.peers[name].computed[number]) for name, number in update.weights)
+        used = [self.peers[name].computed[number] for name, number in update.weights]
+        total = sum(map(len, used))
+        self.updates += [[batch.tolist() for batch in used]] * bool(used)
         for (name, number), weight in update.weights.items():
             batch, staleness = self.peers[name].computed.pop(number), last - self.peers[name].versions[number]
             assert not staleness or self.local or not self.scheduler.sync, "sync is of fresh gradients"
@@ -249,6 +252,30 @@ def test_every_sample_is_used_once_an_epoch(
     run = Run(seed, sizes, mode)
     run.begin(trainers)
     run.finish(loss, 0.02 if restarts else 0, join)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0),
+    SIZES,
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.sampled_from([0, 0.03, 0.2]),
+    st.sampled_from([0, 0.05, 0.2]),
+)
+@example(2, (24, 2, 2), 4, 2, 0.2, 0)
+@example(3, (24, 2, 2), 2, 4, 0.2, 0.2)
+def test_sync_makes_the_same_updates_whoever_comes_and_goes(
+    seed: int, sizes: tuple[int, int, int], shares: int, trainers: int, loss: float, join: float
+) -> None:
+    disturbed = Run(seed, sizes, {"sync": True, "shares": shares})
+    disturbed.begin(trainers)
+    disturbed.finish(loss, 0.02, join)
+    alone = Run(0, sizes, {"sync": True, "shares": shares})
+    alone.shape = disturbed.shape
+    alone.begin(1)
+    alone.finish(0, 0)
+    assert disturbed.updates == alone.updates
 
 
 @settings(max_examples=100, deadline=None)

@@ -50,7 +50,9 @@ class Member:
     def __init__(self, mode: str) -> None:
         counting = {"model": HERE + "Counter", "dataset": HERE + "numbers", "lr": 1, "momentum": 0, "batch_size": 4}
         outer = {"inner_steps": 3, "outer_lr": 1, "outer_momentum": 0}
-        self.settings = PsSettings(job="ps", update_mode=mode, lr_schedule="constant", epochs=2, **counting, **outer)
+        self.settings = PsSettings(
+            job="ps", trainers=1, update_mode=mode, lr_schedule="constant", epochs=2, **counting, **outer
+        )
         self.generation = Generation(self.settings, 1, -1)
         self.context = self.generation.contexts["trainer_0"]
         self.role = Trainer(self.context)
@@ -131,13 +133,22 @@ def test_orders_of_an_earlier_lead_are_void() -> None:
     assert member.role.ending.empty()
 
 
-@pytest.mark.parametrize(("address", "trainers", "threads"), [("127.0.0.1", 1, 8), ("127.0.0.1", 3, 2), ("ps", 3, 8)])
+@pytest.mark.parametrize(
+    ("mode", "address", "trainers", "threads"),
+    [
+        ("async", "127.0.0.1", 1, 8),
+        ("async", "127.0.0.1", 3, 2),
+        ("async", "ps", 3, 8),
+        ("sync", "127.0.0.1", 3, 4),  # of TRAINERS=2, whoever is there
+    ],
+)
 def test_trainers_of_one_machine_share_its_cores(
-    monkeypatch: pytest.MonkeyPatch, address: str, trainers: int, threads: int
+    monkeypatch: pytest.MonkeyPatch, mode: Any, address: str, trainers: int, threads: int
 ) -> None:
     chosen = list[int]()
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     peers = [Peer("trainer", n, n) for n in range(trainers)]
-    context: Any = SimpleNamespace(settings=PsSettings(master_addr=address), threads=8, peers=lambda role: peers)
+    settings = PsSettings(master_addr=address, update_mode=mode)
+    context: Any = SimpleNamespace(settings=settings, threads=8, peers=lambda role: peers)
     exchanges.share_cores(context)
     assert chosen == [threads]

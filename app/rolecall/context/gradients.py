@@ -77,7 +77,8 @@ class Crossing:
     def back(self, grads: tuple[Tensor | None, ...], count: int) -> tuple[Tensor | None, ...]:
         """The backward pass: the gradients of the `count` inputs. Raises PeerLostError and CallTimeoutError,
         RemoteError for what it has raised at the peer, and UsageError for a second one. Without inputs, it goes on
-        while others do, and what it raises is raised at their end."""
+        while those at other peers do, and what it raises is raised at their end; a peer adds gradients up in one
+        order, so that their sums have the same bits each time."""
         what, session = f"{self._name} at {self._to}", self.calls.session
         if torch.is_grad_enabled():
             raise UsageError(f"{what}: create_graph does not cross ranks; leave it out")
@@ -91,9 +92,12 @@ class Crossing:
         parameters = torch._C._will_engine_execute_node(self._link)
         message = Backward(self._here.key, self._place, grads, parameters)
         with belongs_to(session):
+            if before := self.calls.going.pop(self._to, None):
+                before.exception()  # is raised below, by the one who waits for it
             call = self._send(self._to, "backward", message)
         if count:
             return self._end(call)
+        self.calls.going[self._to] = call
 
         def wait() -> None:
             self._end(call)

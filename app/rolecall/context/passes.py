@@ -81,6 +81,7 @@ class Calls:
     session: Session
     kept: dict[PassKey, str] = field(default_factory=dict)  # by place, who may keep something
     futures: WeakSet[Future[Any]] = field(default_factory=WeakSet)
+    going: dict[str, Future[Any]] = field(default_factory=dict)  # by peer, a backward pass that nobody waits for yet
 
 
 @dataclass(eq=False)

@@ -22,6 +22,9 @@ class PsSettings(Settings):
     trainers: int = Field(2, ge=1, le=1024, description="trainers that a start waits for")
     min_trainers: int = Field(1, ge=1, le=1024, description="fewest trainers to train with")
     max_trainers: int = Field(64, ge=1, le=1024, description="most trainers that are admitted")
+    shares: int = Field(
+        0, ge=0, le=1024, description="batches of an update, whichever trainers compute them (sync); 0: TRAINERS"
+    )
     update_mode: Literal["sync", "async", "local", "autograd"] = Field(
         "sync",
         description="sync: an update is the mean of all trainers' gradients; async: of each gradient by itself; "
@@ -82,6 +85,11 @@ class PsSettings(Settings):
                 "WIRE_DTYPE=float32 or another UPDATE_MODE"
             )
         return self
+
+    @property
+    def update_batches(self) -> int:
+        """The batches of each update, whichever trainers compute them; 0: it depends on who is there."""
+        return (self.shares or self.trainers) if self.update_mode == "sync" else 0
 
 
 JOB = Job(

@@ -21,21 +21,23 @@ Exchange = Future[Future[PartAnswer]]  # of one part of a gradient: it is on its
 def share_cores(context: Context[PsSettings]) -> None:
     """Sets torch's threads to this trainer's share of the cores, if all ranks are on one machine. It is called before
     each batch or round, because the number of trainers changes: with more threads than cores, each step takes many
-    times as long.
+    times as long. With `sync` the share is that of TRAINERS: the bits of a gradient may depend on the threads.
     """
+    s = context.settings
     try:
-        one_machine = ipaddress.ip_address(context.settings.master_addr).is_loopback
+        one_machine = ipaddress.ip_address(s.master_addr).is_loopback
     except ValueError:  # a name
         one_machine = False
-    sharing = 1 if context.settings.threads or not one_machine else len(context.peers("trainer"))
-    torch.set_num_threads(max(1, context.threads // max(1, sharing)))
+    trainers = s.trainers if s.update_mode == "sync" else len(context.peers("trainer"))
+    sharing = 1 if s.threads or not one_machine else max(1, trainers)
+    torch.set_num_threads(max(1, context.threads // sharing))
 
 
 def deadline(settings: PsSettings) -> float:
-    """Seconds for an answer: longer than the slowest trainer's batch or round, while the lead waits for each of its
-    steps, and saves.
+    """Seconds for an answer: longer than the slowest trainer's batches or round, while the lead waits for each of its
+    steps, and saves. With `sync` one trainer may compute all batches, of an update that is made again, too.
     """
-    steps = settings.inner_steps if settings.update_mode == "local" else 0
+    steps = settings.inner_steps if settings.update_mode == "local" else 2 * settings.update_batches
     return (steps + 2) * settings.step_timeout + settings.phase_timeout + settings.rpc_timeout
 
 
@@ -55,6 +57,7 @@ class Exchanges:
     def __init__(self, context: Context[PsSettings], module: nn.Module) -> None:
         s = context.settings
         self.me, self.version = TrainerId.of(context.me, context.generation), 0
+        self.buffers = model.buffers(module)  # the newest that came
         self.parts = model.parts(module, s)
         self.senders = [Sender(part.size, s.wire_dtype) for part in self.parts]
         self._receivers = [Receiver(part.size, s.wire_dtype) for part in self.parts]
@@ -88,6 +91,7 @@ class Exchanges:
         if assignment is not None:
             self.version = assignment.version
             self._metrics.weights_version.labels(WEIGHTS).set(self.version)
+            self.buffers = assignment.buffers or self.buffers
             model.load_buffers(self._module, assignment.buffers)
         if payload is None:
             return None, assignment

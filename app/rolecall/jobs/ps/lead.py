@@ -94,10 +94,10 @@ def lead(server: Server) -> dict[str, Any]:
         # the inner steps have applied the schedule to a difference
         rate = 1.0 if local else update.rate * scheduled(s, begun / samples)
         assigned_rate = scheduled(s, scheduler.done / samples)
-        assignments = {
-            key: Assignment(scheduler.version, batches, () if key.number else model.buffers, assigned_rate)
-            for key, batches in update.batches.items()
-        }
+        assignments = {}
+        for key, batches in update.batches.items():
+            buffers = model.buffers if s.update_batches or key.number == 0 else ()
+            assignments[key] = Assignment(scheduler.version, batches, buffers, assigned_rate)
         model.update(UpdateShard(scheduler.version, update.weights, rate, tuple(update.batches)), assignments)
         trainers.heard(key.trainer for key in update.batches)
         if not reports:  # answers only: the version is unchanged
@@ -130,6 +130,7 @@ def make_scheduler(s: PsSettings, samples: int, trainers: list[TrainerId]) -> Ba
         s.seed,
         trainers,
         sync=s.update_mode in ("sync", "local"),
+        shares=s.update_batches,
         ahead=batches_ahead(s, len(trainers)),
         max_staleness=s.max_staleness,
         grain=s.batch_size if local else 1,

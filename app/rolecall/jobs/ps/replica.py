@@ -17,6 +17,7 @@ from rolecall.jobs.ps.exchanges import Exchange, Exchanges, is_answered
 from rolecall.jobs.ps.messages import BatchReport, Indices
 from rolecall.jobs.ps.model import VectorPart
 from rolecall.jobs.ps.server import MAX_EXCHANGES
+from rolecall.jobs.support import seed_generators
 
 Gradient = dict[int, Exchange]  # by part
 
@@ -29,7 +30,7 @@ class Replica:
     """
 
     def __init__(self, context: Context[PsSettings]) -> None:
-        self.settings, self.device = context.settings, context.device
+        self.settings, self.device, self._seed = context.settings, context.device, context.shared_seed
         self.model = model.build(self.settings).to(self.device).train()
         self.exchanges = Exchanges(context, self.model)
         self.parts = self.exchanges.parts
@@ -67,6 +68,8 @@ class Replica:
         """Whether to call `take` before computing the next of `batches`: an answer is here, or must be waited for."""
         if not self._under_way:
             return False
+        if self.settings.update_batches:
+            return not batches  # an update waits for all of them
         arrived = all(map(is_answered, self._under_way[0].values()))
         return arrived or not batches or len(self._under_way) == MAX_EXCHANGES
 
@@ -74,9 +77,16 @@ class Replica:
         """Waits for the answer to the oldest gradient; returns its batches. Parameters that the forward pass waits for
         may still be in flight.
         """
+        self._await(set(self._incoming))
         self._incoming, self._batches = self._under_way.popleft(), []
         self._await(self._eager)
         return self._batches
+
+    def begin(self, batch: Indices) -> None:
+        """With `sync`, the gradient of `batch` does not depend on what this process has computed before."""
+        if self.settings.update_batches:
+            seed_generators(self._seed(self.exchanges.version, int(batch[0])), self.device.type == "cpu")
+            model.load_buffers(self.model, self.exchanges.buffers)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The outputs [n, classes] for the inputs [n, ...]; each layer waits for its parameters."""

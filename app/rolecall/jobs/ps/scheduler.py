@@ -32,27 +32,26 @@ class DueUpdate:
 class _Trainer:
     """`batches` are assigned and not yet used, as `SampleTickets`, by the number of the gradient that will be computed
     from each; gradients may overtake each other. `assigned` counts all batches so far. `waiting` are gradients without
-    an answer. `sent` says that the open update has a gradient of the trainer; `joined`, that no update waits until it
-    is `ready`.
+    an answer. `sent` counts the gradients of the trainer that the open update has; `joined` says that no update waits
+    until it is `ready`.
     """
 
     batches: dict[int, Indices] = field(default_factory=dict)
     assigned: int = 0
     waiting: list[GradientKey] = field(default_factory=list)
-    sent: bool = False
+    sent: int = 0
     ready: bool = False
     joined: bool = False
-
-    @property
-    def owes(self) -> bool:
-        """Whether an update waits for its gradient."""
-        return bool(self.batches) and not self.sent
 
 
 class BatchScheduler:
     """Hands out `samples` samples in batches of at most `batch`, in an order given by `seed` and the epoch.
 
-    With `sync` an update waits for all trainers; otherwise each gradient is an update. A trainer has up to `ahead`
+    With `shares`, an update is of so many batches, fewer at the end of an epoch, whoever computes them: what an update
+    consists of, and in which order, does not depend on which trainers there are. A trainer computes several if there
+    are more batches than trainers; if there are fewer, trainers take turns. Without `shares`, a trainer that comes or
+    goes changes the number of batches. With `sync` an update waits for all trainers; otherwise each gradient is an
+    update. A trainer has up to `ahead`
     batches at once; without `sync` that may change meanwhile. With `sync` and `ahead` 2, the second batch may be of the
     next epoch. After `epochs` it is over.
 
@@ -69,16 +68,19 @@ class BatchScheduler:
         trainers: Iterable[TrainerId],
         *,
         sync: bool,
+        shares: int = 0,
         ahead: int = 1,
         max_staleness: int = 0,
         grain: int = 1,
     ) -> None:
         self.samples, self.batch, self.grain = samples, batch, grain
-        self.sync, self.ahead, self.max_staleness = sync, ahead, max_staleness
+        self.sync, self.shares, self.ahead, self.max_staleness = sync, shares, ahead, max_staleness
         self.version = 0
         self.refused = 0  # gradients that were too stale
         self._trainers = {name: _Trainer() for name in trainers}
         self._gradients: dict[GradientKey, int] = {}  # of the open update, with their samples
+        self._open: list[Indices] = []  # batches of the open update that no trainer has (shares)
+        self._places: dict[int, int] = {}  # of all its batches, by the first ticket (shares)
         self._samples = SampleTickets(samples, epochs, seed, early=sync and ahead > 1)
 
     # ---- questions
@@ -110,7 +112,7 @@ class BatchScheduler:
 
     def late(self) -> list[TrainerId]:
         """Trainers without a report that they are ready, or with a batch and no gradient."""
-        return [key for key, trainer in self._trainers.items() if trainer.owes or not trainer.ready]
+        return [key for key, trainer in self._trainers.items() if self._owes(trainer) or not trainer.ready]
 
     def computes(self, key: TrainerId, number: int) -> bool:
         """Whether gradient `number` of the trainer `key` is the next to arrive: all before it are here."""
@@ -160,7 +162,7 @@ class BatchScheduler:
             trainer.batches[key.number] = batch[:samples]
             self._samples.put_back(batch[samples:])
             self._gradients[key] = samples
-            trainer.sent = True
+            trainer.sent += 1
         return self._close(1 / max(1, staleness))
 
     def lose(self, lost: TrainerId) -> DueUpdate | None:
@@ -170,43 +172,93 @@ class BatchScheduler:
             return None
         self._gradients = {key: samples for key, samples in self._gradients.items() if key.trainer != lost}
         for _, batch in sorted(trainer.batches.items(), reverse=True):
-            self._samples.put_back(batch)
+            if self.shares:
+                self._open.append(batch)
+            else:
+                self._samples.put_back(batch)
         return self._close(1.0)
 
     # ---- how
+
+    def _owes(self, trainer: _Trainer) -> bool:
+        """Whether an update waits for a gradient of the trainer."""
+        return trainer.sent < (len(trainer.batches) if self.shares else min(1, len(trainer.batches)))
 
     def _close(self, rate: float) -> DueUpdate | None:
         """Closes the open update unless it waits for a trainer. Returns None if nothing changes and no trainer is
         answered.
         """
-        if self.sync and any(one.owes or not (one.ready or one.joined) for one in self._trainers.values()):
+        waits = self.sync and any(self._owes(one) or not (one.ready or one.joined) for one in self._trainers.values())
+        if self._open:
+            return self._deal_again(waits)
+        if waits or not self._trainers:
             return None
         total = sum(self._gradients.values())
-        weights = {key: samples / total for key, samples in self._gradients.items()}
+        keys = sorted(self._gradients, key=self._place) if self.shares else self._gradients
+        weights = {key: self._gradients[key] / total for key in keys}
         for key in weights:
             trainer = self._trainers[key.trainer]
             self._samples.use(trainer.batches.pop(key.number))
-            trainer.sent = False
+            trainer.sent = 0
         self.version += bool(weights)
         self._gradients = {}
         self._samples.advance()
+        if self.shares:
+            self._open = self._divide()
         batches = self._hand_out()
         return DueUpdate(weights, rate if weights else 1.0, batches) if weights or batches else None
+
+    def _place(self, key: GradientKey) -> int:
+        """The place of a gradient's batch in the open update."""
+        return self._places[int(self._trainers[key.trainer].batches[key.number][0])]
+
+    def _divide(self) -> list[Indices]:
+        """The batches of the next update."""
+        sizes = (self._size(self.shares - place) for place in range(self.shares))
+        batches = [self._samples.draw(size) for size in sizes if size]
+        self._places = {int(batch[0]): place for place, batch in enumerate(batches)}
+        return batches
+
+    def _deal_again(self, waits: bool) -> DueUpdate | None:
+        """Hands out the batches that trainers had who were lost: to those who have none, or else, once the update waits
+        for nobody, the whole update is made again, evenly, without the gradients that are here.
+        """
+        if not any(trainer.waiting and not trainer.batches for trainer in self._trainers.values()):
+            if waits:
+                return None
+            for trainer in self._trainers.values():
+                self._open += trainer.batches.values()
+                trainer.batches, trainer.sent = {}, 0
+            self._gradients = {}
+        batches = self._hand_out()
+        return DueUpdate({}, 1.0, batches) if batches else None
 
     def _hand_out(self) -> dict[GradientKey, list[Indices]]:
         """Batches for the waiting trainers, by the gradient to answer. A trainer without any batch waits on."""
         waiting = [trainer for trainer in self._trainers.values() if trainer.waiting]
         answers: dict[GradientKey, list[Indices]] = {key: [] for trainer in waiting for key in trainer.waiting}
-        for held in range(self.ahead):  # every trainer has one batch before any has two
-            lacking = [trainer for trainer in waiting if len(trainer.batches) == held]
-            for place, trainer in enumerate(lacking):
-                if size := self._size(len(lacking) - place):
-                    batch = self._samples.draw(size)
-                    trainer.assigned += 1
-                    trainer.batches[trainer.assigned] = batch
-                    answers[trainer.waiting[0]].append(batch % self.samples)
+
+        def assign(trainer: _Trainer, batch: Indices) -> None:
+            trainer.assigned += 1
+            trainer.batches[trainer.assigned] = batch
+            answers[trainer.waiting[0]].append(batch % self.samples)
+
+        if self.shares:
+            ready = [name for name, trainer in self._trainers.items() if trainer.waiting and not trainer.batches]
+            for place, name in enumerate(ready[: len(self._open)]):
+                trainer = self._trainers[name] = self._trainers.pop(name)  # the last to have a turn again
+                for batch in self._open[place :: len(ready)]:
+                    assign(trainer, batch)
+            self._open = [] if ready else self._open
+        else:
+            for held in range(self.ahead):  # every trainer has one batch before any has two
+                lacking = [trainer for trainer in waiting if len(trainer.batches) == held]
+                for place, trainer in enumerate(lacking):
+                    if size := self._size(len(lacking) - place):
+                        assign(trainer, self._samples.draw(size))
         for trainer in waiting:
-            if trainer.batches or self.over:  # at the end, an answer without batches
+            # with `shares`, one that has batches already waits for the update; at the end, an answer has no batches
+            if (answers[trainer.waiting[0]] if self.shares else trainer.batches) or self.over:
                 trainer.waiting.clear()
             else:
                 for key in trainer.waiting:

@@ -14,7 +14,7 @@ from rolecall import Rows, UsageError
 from rolecall.jobs.ps import PsSettings, model
 from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, GradientPart, PartAnswer, TrainerId
 from rolecall.jobs.ps.model import VectorPart
-from rolecall.jobs.ps.wire import Views, decode
+from rolecall.jobs.ps.wire import Views, decode, lowest
 
 STEP = "step"  # Adam's count of updates, the one tensor of an optimizer that has no element for each parameter
 # tensors by optimizer; a momentum of differences has another name, so it is never loaded as one of gradients
@@ -178,7 +178,7 @@ class Shard:
             return {}  # they stay here
         if self._settings.wire_dtype != "float32":
             return self._views[part].encode(parameters, keys)
-        return dict.fromkeys(keys, parameters.clone() if mode == "async" else parameters)
+        return dict.fromkeys(lowest(keys), parameters.clone() if mode == "async" else parameters)
 
 
 def require_same_model(shapes: Mapping[str, tuple[int, ...]], settings: PsSettings, total: int) -> None:

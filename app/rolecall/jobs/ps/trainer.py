@@ -64,6 +64,7 @@ def run(context: Context[PsSettings], replica: Replica, train: data.Split) -> No
         share_cores(context)
         batch = batches.popleft()
         with metrics.ps_compute_seconds.time():
+            replica.begin(batch)
             inputs, targets = train.batch(torch.from_numpy(batch))
             output = replica.forward(inputs)  # each layer waits for its parameters
             loss = model.loss(output, targets.to(context.device))

@@ -40,6 +40,11 @@ def decode(payload: Tensor, size: int, dtype: str) -> Tensor:
     return payload if dtype == "float32" else unpack(payload, size, dtype)
 
 
+def lowest(keys: Iterable[GradientKey]) -> list[GradientKey]:
+    """Of each trainer the lowest of `keys`: its answer has the parameters."""
+    return [*{key.trainer: key for key in sorted(keys, key=lambda key: -key.number)}.values()]
+
+
 class Views:
     """At a server: what each trainer holds of one part. A difference is encoded once for all trainers with the same
     view: those that were always answered together.
@@ -56,11 +61,11 @@ class Views:
         """The payloads for `keys`: all of `parameters` [size] in float32 for gradient 0, then differences. A trainer
         with several keys gets one payload, with its lowest number; a trainer that was dropped gets none.
         """
-        first = {key.trainer: key for key in sorted(keys, key=lambda key: -key.number)}
         payloads: dict[GradientKey, Tensor] = {}
         encoded: dict[int | None, tuple[Tensor, Tensor]] = {}  # by view: payload, next view
         before = dict(self._views)
-        for trainer, key in first.items():
+        for key in lowest(keys):
+            trainer = key.trainer
             view = before.get(trainer) if key.number else None
             if key.number and view is None:
                 continue

@@ -215,3 +215,12 @@ def test_a_finished_run_lists_its_files_again(
     rundir.write_done(tmp_path, {})
     (tmp_path / rundir.SUMMARY).write_text("of this run")
     assert rundir.SUMMARY in last_line(monkeypatch, capfd, tmp_path, 0)
+
+
+def test_many_ranks_on_few_cores_have_longer_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEASE_SECONDS", "CONNECT_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    assert here.start_bounds(ranks=16, cores=2) == {}
+    assert here.start_bounds(ranks=64, cores=2) == {"LEASE_SECONDS": "24", "CONNECT_TIMEOUT": "120"}
+    monkeypatch.setenv("LEASE_SECONDS", "9")
+    assert here.start_bounds(ranks=64, cores=2) == {"LEASE_SECONDS": "9", "CONNECT_TIMEOUT": "120"}

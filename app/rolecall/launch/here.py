@@ -32,6 +32,7 @@ LOCK = "lock"  # in a run's temporary folder
 LEFT = ("fork-server-{}-*", "rolecall-{}-*")  # there, by the process of a rank: what a killed one leaves
 NO_ANSWER = 255  # the exit code of a command that has not ended in time
 LAST_OUTPUT_SECONDS = 2.0  # seconds for the rest of an ended rank's output
+RANKS_A_CORE = 8  # that can start at once within the defaults of LEASE_SECONDS and CONNECT_TIMEOUT
 
 
 def reserve(count: int, among: Sequence[int]) -> list[socket.socket]:
@@ -53,6 +54,15 @@ def reserve(count: int, among: Sequence[int]) -> list[socket.socket]:
     for holder in held:
         holder.close()
     raise UsageError(f"no {count} free ports between {among[0]} and {among[-1]}")
+
+
+def start_bounds(ranks: int, cores: int) -> dict[str, str]:
+    """Variables that give `ranks`, which start at once on `cores`, longer than by default, as far as they are not
+    set."""
+    times = ranks / (RANKS_A_CORE * cores)
+    names = ("lease_seconds", "connect_timeout") if times > 1 else ()
+    longer = {name.upper(): f"{times * config.Settings.model_fields[name].default:g}" for name in names}
+    return {**longer, **config.given(longer)}
 
 
 def temporary_folder(kind: str = "local") -> tuple[Path, int]:
@@ -206,7 +216,8 @@ class Here:
         `directory` of its checkpoints."""
         token = {"JOB_TOKEN_FILE": token_file} if token_file else {}
         loopback = {"MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1"}
-        return config.child_environment(**loopback, **token, TMPDIR=str(folder))
+        bounds = start_bounds(len(self._gpus), machine.cores())
+        return config.child_environment(**bounds, **loopback, **token, TMPDIR=str(folder))
 
     def metrics(self, environment: Mapping[str, str]) -> str:
         """The URL of a rank's metrics."""

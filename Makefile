@@ -35,7 +35,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-hosts test-slurm test-versions test-engines simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-llm bench-trace bench-weights bench-table peers bench-rl-quality bench-peers chaos docs site clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e test-hosts test-slurm test-versions test-engines simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-stay bench-machine bench-llm bench-trace bench-weights bench-table peers bench-rl-quality bench-peers chaos docs site clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -241,6 +241,9 @@ bench-calls: $(READY) ## measures calls beside (after make peers) gRPC, Monarch 
 
 bench-stay: $(READY) ## measures what joins and deaths cost members that take 20 s to load (20 minutes; BENCH_JSON=FILE ONLY=events,spare,goodput BEFORE=COMMIT)
 	$(BIN)/python -m bench.bench_stay $(if $(ONLY),--only "$(ONLY)") $(if $(BEFORE),--before "$(BEFORE)")
+
+bench-machine: $(READY) ## measures what copies of checkpoints cost and, as root, how soon a run goes on without rank 0's host (10 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=copies,host)
+	$(BIN)/python -m bench.bench_machine --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
 
 bench-llm: $(READY) ## measures reinforcement learning of a language model: with random kills, rates beside one process, and beside (after make peers) Ray and Monarch (25 minutes; BENCH_JSON=FILE ONLY=kills,rates,peers SYSTEMS=ours,ray,monarch ARGS="--quick")
 	$(BIN)/python -m bench.bench_llm $(if $(ONLY),--only "$(ONLY)") $(if $(SYSTEMS),--systems "$(SYSTEMS)") $(ARGS)

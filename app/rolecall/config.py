@@ -140,7 +140,7 @@ class Settings(BaseSettings):
     host_timeout: Seconds = Field(
         60.0,
         ge=20,
-        description="with --hosts: seconds that a host stays away until its ranks are started on others",
+        description="with --hosts: seconds that a host stays away until its ranks start on others",
     )
     connect_timeout: Seconds = Field(
         30.0, description="seconds that the workers of a generation have to connect to each other"

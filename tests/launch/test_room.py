@@ -12,6 +12,7 @@ import pytest
 
 from rolecall.launch import host, hosts, ssh
 from rolecall.launch.room import Room, Seat
+from rolecall.messages.hosts import Ready
 from rolecall.record import rundir
 
 RUN = "5a0c"
@@ -71,7 +72,7 @@ class Fake:
 
     def __init__(self, name: str, shares: bool) -> None:
         self.host, self.shares, self.connection, self.forwards = name, shares, None, list[tuple[int, int]]()
-        self.ports, self.gpus = (29400, 20000), 0
+        self.ready = Ready("", 29400, 20000)
 
     async def take_over(self, directory: Path, run: str) -> bool:
         return self.shares

@@ -248,22 +248,12 @@ class Host:
         """The connection, if there is one now."""
         return self._connection if self._connection and not self._connection.over.is_set() else None
 
-    @property
-    def ports(self) -> tuple[int, int]:
-        """Two that are free there, for rank 0, and other hosts must know."""
-        return self._ready.port, self._ready.metrics_port
-
-    @property
-    def gpus(self) -> int:
-        """How many GPUs it has."""
-        return self._ready.gpus
-
     async def connect(self) -> None:
         """Connects. Raises UsageError."""
         connection = Connection(self.host, self._python, self._socket, self._show)
-        ready = self._ready = await connection.open(self._job)
+        self.ready = await connection.open(self._job)
         self._connection = connection
-        self._compare(Versions(ready.torch, ready.python), machine.versions())
+        self._compare(Versions(self.ready.torch, self.ready.python), machine.versions())
         if self._files:
             connection.send(self._files)
         if self._forwarded:

@@ -134,14 +134,14 @@ class Hosts:
         self._job_settings = settings
         self.room = Room(settings.host_timeout)
         for host in self._hosts.values():
-            self.room.gpus[host.host] = host.gpus
+            self.room.gpus[host.host] = host.ready.gpus
             self._keeping.append(asyncio.create_task(self._keep(host)))
         self._leader = name_of((job.roles[0].name, 0))
         rank0 = self._hosts[self._host_of(job.roles[0].name, 0)]
         self._rank0 = rank0.host
         self._address = config.exported("MASTER_ADDR") or await self._address_of(rank0.host)
         (self._page,) = here.reserve(1, here.PORTS)
-        await rank0.forward(self._page.getsockname()[1], rank0.ports[1])
+        await rank0.forward(self._page.getsockname()[1], rank0.ready.metrics_port)
 
     async def _keep(self, host: Host) -> None:
         """Connects to `host` again after each cut."""
@@ -149,7 +149,7 @@ class Hosts:
             await host.cut()
             self.room.lost(host.host, time.monotonic())
             await host.reconnect()
-            self.room.gpus[host.host] = host.gpus
+            self.room.gpus[host.host] = host.ready.gpus
             self.room.back(host.host, time.monotonic())
 
     async def _address_of(self, rank0: str) -> str:
@@ -171,8 +171,7 @@ class Hosts:
 
     def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
         """See `Here`: rank 0's ports; each host decides on the others', and on GPUs."""
-        port, metrics_port = self._hosts[self._rank0].ports
-        ports = {"PORT": str(port), "METRICS_PORT": str(metrics_port)}
+        ports = _ports(self._hosts[self._rank0])
         return [ports if rank == self._leader else {} for rank in gpus]
 
     def forget(self, rank: str) -> None:
@@ -216,7 +215,7 @@ class Hosts:
         away = f"{place.host}, away for HOST_TIMEOUT={self.room.timeout:g} s"
         others, problem = self._others(place)
         for host in others:
-            problem = await self._lead(place, self._hosts[host]) if place.rank == self._leader else ""
+            problem = await self._lead(self._hosts[host]) if place.rank == self._leader else ""
             if place.at.connection:
                 return False
             if problem or host not in self._others(place)[0]:
@@ -238,7 +237,7 @@ class Hosts:
         among = self._placement.roles.get(place.role, self._placement.hosts)
         return self.room.others(seats[place.rank], seats.values(), among)
 
-    async def _lead(self, place: Place, host: Host) -> str:
+    async def _lead(self, host: Host) -> str:
         """Why rank 0 cannot be on `host`; empty if it can."""
         if config.exported("MASTER_ADDR"):
             return "MASTER_ADDR names it for the other ranks"
@@ -256,17 +255,16 @@ class Hosts:
     async def _follow(self, place: Place) -> None:
         """Has all ranks, and this machine, reach rank 0 at its new host."""
         self._hosts[self._rank0].stop_forwarding()
-        self._rank0, (port, metrics_port) = place.host, place.at.ports
-        self._shared = {"MASTER_ADDR": self._address, "MASTER_PORT": str(port)}
+        self._rank0, ports = place.host, _ports(place.at)
+        self._shared = {"MASTER_ADDR": self._address, "MASTER_PORT": ports["PORT"]}
         for each in self._places.values():
             each.variables |= self._shared
             if each is not place and each.process:
                 each.process.restart("starts again with rank 0")
-        # even with RESUME=0 it goes on with this run
-        place.variables |= {"PORT": str(port), "METRICS_PORT": str(metrics_port), "RESUME": "1"}
+        place.variables |= {**ports, "RESUME": "1"}  # it goes on with this run in any case
         self._moved()
         if self._page:
-            await place.at.forward(self._page.getsockname()[1], metrics_port)
+            await place.at.forward(self._page.getsockname()[1], place.at.ready.metrics_port)
 
     async def close(self) -> None:
         """Ends what runs on the hosts, and the connections. Can be called again."""
@@ -324,6 +322,11 @@ class Place:
             return connection
         finally:
             stopping.cancel()
+
+
+def _ports(host: Host) -> dict[str, str]:
+    """Those that `host` has for rank 0."""
+    return {"PORT": str(host.ready.port), "METRICS_PORT": str(host.ready.metrics_port)}
 
 
 def given(job: Description) -> dict[str, str]:

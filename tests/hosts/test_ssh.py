@@ -40,7 +40,7 @@ class Run:
     """A run that has begun; its folder is that of its logs."""
 
     def __init__(self, hosts: SshHosts, folder: Path, *words: str, kept: str = "kept") -> None:
-        self.hosts, self.folder = hosts, folder
+        self.hosts, self.folder, self.kept = hosts, folder, kept
         self.environment = {**hosts.environment, "TMPDIR": str(folder / "tmp")}
         (folder / "tmp").mkdir(parents=True)
         self.command = [sys.executable, "-m", "rolecall"]
@@ -58,7 +58,7 @@ class Run:
         return (self.folder / "output").read_text()
 
     def call(self, name: str, *words: str) -> str:
-        command = [*self.command, name, "kept", *words]
+        command = [*self.command, name, self.kept, *words]
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=DEADLINE
         )
@@ -67,7 +67,7 @@ class Run:
     def step(self) -> float:
         """Rank 0's step, from its page's port on this machine."""
         with contextlib.suppress(OSError, IndexError):
-            url = targets.ranks_of(self.folder / "kept")[0].url
+            url = targets.ranks_of(self.folder / self.kept)[0].url
             with urllib.request.urlopen(url, timeout=5) as answer:
                 if match := re.search(r"^rolecall_step(?:{[^}]*})? (\S+)$", answer.read().decode(), re.MULTILINE):
                     return float(match[1])
@@ -178,7 +178,7 @@ def test_ranks_of_a_host_that_stays_away_go_to_others(hosts: SshHosts, folder: P
     shared = folder / "moves" / "kept"  # of all hosts
     some = ("--workers", "3", "--hosts", "a,b,c,d", "--role", "keeper=d,b")
     with (
-        contextlib.closing(Run(hosts, folder / "stays", f"{JOB}:KEPT", *some, *patience)) as stays,
+        contextlib.closing(Run(hosts, folder / "stays", f"{JOB}:KEPT", *some, *patience, kept="stays")) as stays,
         contextlib.closing(
             Run(hosts, folder / "moves", JOB, "--workers", "2", "--hosts", "d,a,b", *patience, kept=str(shared))
         ) as moves,
@@ -199,7 +199,7 @@ def test_ranks_of_a_host_that_stays_away_go_to_others(hosts: SshHosts, folder: P
             assert f"lead_0: {why} a; the other ranks start again with it\n" in moves.shown
             moves.until(lambda: moves.step() > 40)
             assert moves.places() == {"lead_0": "a", "worker_0": "a", "worker_1": "b"}
-            for place in (hosts.homes["a"] / "kept", shared):
+            for place in (hosts.homes["a"] / "stays", shared):
                 (place / "over").touch()
             for run in (stays, moves):
                 assert run.process.wait(DEADLINE) == 0, run.shown

@@ -30,6 +30,7 @@ __version__ = "1.0.0rc1"
 
 DESCRIPTION = "ROLECALL_DESCRIPTION"  # of a user's job, which `rolecall run` passes to its ranks
 SOURCES = "ROLECALL_SOURCES"  # a file: see declare/sources.py
+RUN = "ROLECALL_RUN"  # names a run whose rank 0 may move to another host
 REASONS = "ROLECALL_REASONS"  # a file, to which processes of a run append why they end, for who has started it
 SECRETS = "ROLECALL_SECRETS"  # a folder with a file for each secret setting, called as its field
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -136,6 +137,11 @@ class Settings(BaseSettings):
         10.0, description="minimum seconds between two generations that admit new ranks of roles that do not stay"
     )
     rejoin_timeout: Seconds = Field(600.0, description="seconds to wait for rank 0; at rank 0, for missing ranks")
+    host_timeout: Seconds = Field(
+        60.0,
+        ge=20,
+        description="with --hosts: seconds that a host stays away until its ranks start on others",
+    )
     connect_timeout: Seconds = Field(
         30.0, description="seconds that the workers of a generation have to connect to each other"
     )

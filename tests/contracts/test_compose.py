@@ -37,9 +37,9 @@ from tests.contracts.containers import (
 from tests.roles import counter
 
 # a container is given its number by the gang; every container has ports of its own; the image says where its volume is;
-# `docker inspect` would show a token; and a user's own certificates would have to be mounted
+# `docker inspect` would show a token; a user's own certificates would have to be mounted; and no container is a host
 NOT_PASSED = {"INSTANCE", "LEAVE_CODE", "ORDINAL", "RANK", "WORLD_SIZE", "PORT", "MASTER_PORT", "METRICS_PORT"}
-NOT_PASSED |= {"CHECKPOINT_DIR", "JOB_TOKEN", "TLS_CERT", "TLS_KEY", "TLS_CA"}
+NOT_PASSED |= {"CHECKPOINT_DIR", "JOB_TOKEN", "TLS_CERT", "TLS_KEY", "TLS_CA", "HOST_TIMEOUT"}
 PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data"}
 FIXED = {
     "job": {"JOB": "/job", **PLACES},

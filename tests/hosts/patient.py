@@ -23,6 +23,11 @@ class Worker:
         return int(beside.ANSWER)
 
 
+class Keeper:
+    def __init__(self, context: Context[Patient]) -> None:
+        pass
+
+
 def lead(context: Context[Patient]) -> dict[str, float]:
     over = context.settings.checkpoint_dir / "over"
     context.restore({})
@@ -35,4 +40,6 @@ def lead(context: Context[Patient]) -> dict[str, float]:
     return {"answers": 21.0}
 
 
-JOB = Job([Role("lead", lead), Role("worker", Worker, count="workers", minimum=1)], settings=Patient)
+ROLES = [Role("lead", lead), Role("worker", Worker, count="workers", minimum=1)]
+JOB = Job(ROLES, settings=Patient)
+KEPT = Job([*ROLES, Role("keeper", Keeper)], settings=Patient)  # with a role that is not elastic

@@ -39,14 +39,14 @@ def hosts() -> Iterator[SshHosts]:
 class Run:
     """A run that has begun; its folder is that of its logs."""
 
-    def __init__(self, hosts: SshHosts, folder: Path, *words: str) -> None:
-        self.hosts, self.folder = hosts, folder
+    def __init__(self, hosts: SshHosts, folder: Path, *words: str, kept: str = "kept") -> None:
+        self.hosts, self.folder, self.kept = hosts, folder, kept
         self.environment = {**hosts.environment, "TMPDIR": str(folder / "tmp")}
-        (folder / "tmp").mkdir()
+        (folder / "tmp").mkdir(parents=True)
         self.command = [sys.executable, "-m", "rolecall"]
         self._output = (folder / "output").open("w")
         self.process = subprocess.Popen(
-            [*self.command, "run", *words, "--plain", "--checkpoint-dir", "kept"],
+            [*self.command, "run", *words, "--plain", "--checkpoint-dir", kept],
             cwd=folder,
             env=self.environment,
             stdout=self._output,
@@ -58,7 +58,7 @@ class Run:
         return (self.folder / "output").read_text()
 
     def call(self, name: str, *words: str) -> str:
-        command = [*self.command, name, "kept", *words]
+        command = [*self.command, name, self.kept, *words]
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=DEADLINE
         )
@@ -67,11 +67,16 @@ class Run:
     def step(self) -> float:
         """Rank 0's step, from its page's port on this machine."""
         with contextlib.suppress(OSError, IndexError):
-            url = targets.ranks_of(self.folder / "kept")[0].url
+            url = targets.ranks_of(self.folder / self.kept)[0].url
             with urllib.request.urlopen(url, timeout=5) as answer:
                 if match := re.search(r"^rolecall_step(?:{[^}]*})? (\S+)$", answer.read().decode(), re.MULTILINE):
                     return float(match[1])
         return 0.0
+
+    def places(self) -> dict[str, str]:
+        """Where each rank runs."""
+        rows = [line.split() for line in self.call("ps").splitlines()[1:]]
+        return {row[0]: row[2].partition(":")[0] for row in rows}
 
     def until(self, condition: Callable[[], bool], seconds: float = DEADLINE) -> None:
         end = time.monotonic() + seconds
@@ -118,20 +123,17 @@ def nothing_is_left(hosts: SshHosts, run: Run, seconds: float = 5.0) -> None:
         time.sleep(0.1)
 
 
-def clients(hosts: SshHosts) -> list[str]:
-    """The command lines of ssh here."""
-    processes = [process.info for process in psutil.process_iter(["name", "cmdline"])]
-    lines = [str(info["cmdline"]) for info in processes if info["name"] == "ssh"]
-    return [line for line in lines if str(hosts.folder) in line]
+def clients(hosts: SshHosts) -> list[psutil.Process]:
+    """The processes of ssh here."""
+    processes = [*psutil.process_iter(["name", "cmdline"])]
+    return [each for each in processes if each.info["name"] == "ssh" and str(hosts.folder) in str(each.info["cmdline"])]
 
 
 def test_a_run_on_four_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None:
     run = start(JOB, "--workers", "5", "--hosts", "a,b,c,d")
     run.until(lambda: run.step() > 10)
-    rows = [line.split() for line in run.call("ps").splitlines()[1:]]
-    assert [(row[0], row[2].partition(":")[0]) for row in rows] == [
-        ("lead_0", "a"), ("worker_0", "b"), ("worker_1", "c"), ("worker_2", "d"), ("worker_3", "a"),
-        ("worker_4", "b")]  # fmt: skip
+    assert run.places() == {
+        "lead_0": "a", "worker_0": "b", "worker_1": "c", "worker_2": "d", "worker_3": "a", "worker_4": "b"}  # fmt: skip
     assert "worker" in run.call("stacks", "worker_1")
     token = next((run.folder / "tmp").glob("rolecall-local-*/token")).read_text().strip()
     for process in psutil.process_iter():
@@ -168,6 +170,44 @@ def test_a_cut_host_ends_its_ranks_and_gets_them_again(hosts: SshHosts, start: C
     run.until(lambda: re.search(r"gang joined.*worker_1", run.shown) is not None)
     assert run.end(signal.SIGTERM) == INTERRUPTED
     nothing_is_left(hosts, run)
+
+
+def test_ranks_of_a_host_that_stays_away_go_to_others(hosts: SshHosts, folder: Path) -> None:
+    """Two runs share the cut: one has rank 0 elsewhere, the other there."""
+    patience = ("--host-timeout", "20", "--checkpoint-interval", "1", "--resume", "0")
+    shared = folder / "moves" / "kept"  # of all hosts
+    some = ("--workers", "3", "--hosts", "a,b,c,d", "--role", "keeper=d,b")
+    with (
+        contextlib.closing(Run(hosts, folder / "stays", f"{JOB}:KEPT", *some, *patience, kept="stays")) as stays,
+        contextlib.closing(
+            Run(hosts, folder / "moves", JOB, "--workers", "2", "--hosts", "d,a,b", *patience, kept=str(shared))
+        ) as moves,
+    ):
+        for run in (stays, moves):
+            run.until(lambda run=run: run.step() > 40)  # type: ignore[misc]
+        hosts.network.cut("d")
+        try:
+            for process in clients(hosts):
+                if "d" in process.cmdline():
+                    process.kill()  # it would notice the cut in 15 s
+            why = "moves from d, away for HOST_TIMEOUT=20 s, to"
+            stays.until(lambda: f"worker_2: {why} a\n" in stays.shown and f"keeper_0: {why} b\n" in stays.shown)
+            before = stays.step()
+            stays.until(lambda: stays.step() > before + 10)
+            assert stays.places() == {
+                "lead_0": "a", "worker_0": "b", "worker_1": "c", "worker_2": "a", "keeper_0": "b"}  # fmt: skip
+            assert f"lead_0: {why} a; the other ranks start again with it\n" in moves.shown
+            moves.until(lambda: moves.step() > 40)
+            assert moves.places() == {"lead_0": "a", "worker_0": "a", "worker_1": "b"}
+            for place in (hosts.homes["a"] / "stays", shared):
+                (place / "over").touch()
+            for run in (stays, moves):
+                assert run.process.wait(DEADLINE) == 0, run.shown
+            assert moves.shown.splitlines()[-1].endswith(f"checkpoints and report in a:{shared}")
+            assert not [*shared.glob("earlier-*")]
+        finally:
+            hosts.network.heal("d")
+        nothing_is_left(hosts, stays)
 
 
 def test_a_killed_run_leaves_nothing_on_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None:

@@ -209,8 +209,9 @@ def test_ranks_of_a_machine_share_neither_ports_nor_gpus(monkeypatch: pytest.Mon
     ports = [int(variables["PORT"]) for variables in planned]
     assert {*ports} <= {*range(29400, 29500, 2)}
     assert len({*ports, *(int(variables["METRICS_PORT"]) for variables in planned)}) == 8
-    machine.forget("b_1")
-    assert machine.plan({"b_2": 1})[0]["CUDA_VISIBLE_DEVICES"] == "7"
+    for ended, gpu in (("b_1", "7"), ("a_0", "3")):
+        machine.forget(ended)
+        assert machine.plan({ended: 1})[0]["CUDA_VISIBLE_DEVICES"] == gpu
 
 
 def test_ports_of_a_run_that_does_not_listen_yet_are_given_to_no_other_run() -> None:

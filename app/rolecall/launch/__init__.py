@@ -31,6 +31,7 @@ pod_states.py    What a run on Kubernetes is, by its objects: its ranks, what th
 pods.py          The objects of a run on Kubernetes
 process_run.py   `rolecall.start`: a run whose ranks are processes, held by a process of `rolecall run`
 rank_process.py  A rank of `rolecall run`: its process, which is restarted when it crashes, and its log
+room.py          `rolecall run --hosts`: where the ranks of a host go that stays away
 run.py           `rolecall.run` and `rolecall.start`: a job is run from Python
 screen.py        What `rolecall run` shows of a run: lines, and the live display of rank 0's state
 slurm.py         `rolecall run --on slurm`: a run whose ranks are tasks of a job of Slurm

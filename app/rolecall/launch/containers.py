@@ -71,7 +71,7 @@ async def docker(*words: str) -> tuple[int, str]:
 class ContainerProcess:
     """A rank's container, with the methods of `LocalProcess`. `client` is `docker run`, which ends with it."""
 
-    lost = False
+    lost = ""
     pid = 1  # in the container
 
     def __init__(self, name: str, client: asyncio.subprocess.Process) -> None:
@@ -181,8 +181,8 @@ class Containers:
         self._containers = list[Container]()
         self._given: tuple[Path, int, int] | None = None  # what root has given to USER, its owner and group
 
-    def show_by(self, show: Callable[[str], None]) -> None:
-        """From now on, `show` displays lines."""
+    def show_by(self, show: Callable[[str], None], moved: Callable[[], None]) -> None:
+        """From now on, `show` displays lines. No rank moves."""
         self._show = show
 
     async def connect(self) -> None:

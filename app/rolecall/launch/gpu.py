@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,14 +32,14 @@ def require(wanted: Mapping[str, int | None]) -> None:
             )
 
 
-def share(wanted: Sequence[int | None]) -> list[dict[str, str]]:
+def share(wanted: Sequence[int | None], held: Sequence[str] = ()) -> list[dict[str, str]]:
     """The variable that gives each rank as many GPUs as it wants, each to one rank for as long as there are enough;
-    nothing for a rank that wants None, which sees all."""
-    gpus, taken, shares = visible(), 0, list[dict[str, str]]()
+    nothing for a rank that wants None, which sees all. Other ranks have those that are `held`."""
+    gpus, ranks, shares = visible(), Counter(held), list[dict[str, str]]()
     for count in wanted:
-        chosen = [gpus[number % len(gpus)] for number in range(taken, taken + (count or 0))] if gpus else []
-        taken += count or 0
-        shares.append({} if count is None else {VISIBLE: ",".join(dict.fromkeys(chosen))})
-    if gpus and taken > len(gpus):
-        telemetry.log().warning("fewer GPUs than the roles ask for", gpus=len(gpus), asked=taken)
+        chosen = sorted(gpus, key=lambda name: ranks[name])[: count or 0]
+        ranks.update(chosen)
+        shares.append({} if count is None else {VISIBLE: ",".join(chosen)})
+    if gpus and ranks.total() > len(gpus):
+        telemetry.log().warning("fewer GPUs than the roles ask for", gpus=len(gpus), asked=ranks.total())
     return shares

@@ -120,9 +120,9 @@ def command() -> list[str]:
 
 class LocalProcess:
     """A rank's process on this machine, which leads a session, and whose TMPDIR is `temporary`. `HostedProcess`
-    (host.py) is one on a host, which may be `lost`, and with it how the process ended."""
+    (host.py) is one on a host: if that is lost, or it must start again, it has not crashed, and `lost` says why."""
 
-    lost = False
+    lost = ""
 
     def __init__(self, process: asyncio.subprocess.Process | Forked, temporary: Path | None = None) -> None:
         self._process, self._temporary = process, temporary
@@ -184,17 +184,18 @@ class Here:
 
     def __init__(self, zygote: Zygote | None = None, ports: range = PORTS) -> None:
         self.zygote, self._ports = zygote, ports
-        self._gpus = dict[str, int | None]()  # by rank
+        self._gpus = dict[str, list[str]]()  # by rank
         self._held = dict[str, tuple[socket.socket, socket.socket]]()  # its ports, since it listens seconds later
         self._alone = set[str]()  # ranks that the zygote has failed
 
     def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
         """Variables of each new rank alone, by how many GPUs each wants: its ports, and its GPUs. Raises UsageError."""
         gpu.require(gpus)
-        shares = gpu.share([*self._gpus.values(), *gpus.values()])[len(self._gpus) :]
+        shares = gpu.share([*gpus.values()], [name for names in self._gpus.values() for name in names])
         # every other one: with TLS=off rank 0 takes the next port too
         pairs = [*zip(reserve(len(gpus), self._ports[::2]), reserve(len(gpus), PORTS[::2]), strict=True)]
-        self._gpus |= gpus
+        chosen = [[*filter(None, share.get(gpu.VISIBLE, "").split(","))] for share in shares]
+        self._gpus |= zip(gpus, chosen, strict=True)
         self._held |= zip(gpus, pairs, strict=True)
         return [
             {"PORT": str(port.getsockname()[1]), "METRICS_PORT": str(scraped.getsockname()[1]), **share}

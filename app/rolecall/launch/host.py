@@ -1,20 +1,20 @@
-"""A host of `rolecall run --hosts`: its connection by ssh, which is made anew after a cut, and the ranks there."""
+"""A host of `rolecall run --hosts`: its connection by ssh, which can be made anew after a cut, and the ranks there."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import shlex
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from rolecall import machine
 from rolecall.config import __version__
 from rolecall.errors import CRASHED, UsageError
 from rolecall.launch import ssh
-from rolecall.launch.here import answer, writer_of
+from rolecall.launch.here import answer
 from rolecall.machine import Versions
 from rolecall.messages.codec import MessageError, decode_line, encode_line
 from rolecall.messages.hosts import (
@@ -35,6 +35,7 @@ from rolecall.messages.hosts import (
     ToHost,
 )
 from rolecall.rank.guard import CrashBackoff
+from rolecall.record import rundir
 
 READY_SECONDS = 60.0  # from the connection to the first message
 ALIVE_SECONDS = 3.0  # between two messages that only say that this side lives
@@ -49,7 +50,7 @@ class HostedProcess:
     def __init__(self, rank: str, connection: Connection, output: asyncio.StreamWriter) -> None:
         self.pid = 0
         self.returncode: int | None = None
-        self.lost = False
+        self.lost = ""
         self.output = output
         self._rank, self._connection, self._ended = rank, connection, asyncio.Event()
         # by part, in order: the host answers each request
@@ -87,9 +88,14 @@ class HostedProcess:
         if self._killing[part] and not (answer := self._killing[part].popleft()).done():  # its asker still waits
             answer.set_result(killed)
 
-    def end(self, code: int, lost: bool = False) -> None:
-        """It has ended, or was `lost` with its host."""
-        self.returncode, self.lost = code, lost
+    def restart(self, why: str) -> None:
+        """Kills it, which is no crash: it starts again."""
+        self.lost = why
+        self.kill()
+
+    def end(self, code: int, lost: str = "") -> None:
+        """It has ended, or was lost with its host: `lost` says so."""
+        self.returncode, self.lost = code, lost or self.lost
         self.output.close()
         self._ended.set()
 
@@ -100,6 +106,7 @@ class Connection:
     def __init__(self, host: str, python: str, socket: Path, show: Callable[[str], None]) -> None:
         self.host, self.socket = host, socket
         self._python, self._show = python, show
+        self._lost = f"lost with {host}, starts again when that is back, or on another host"
         self._processes = dict[str, HostedProcess]()  # by rank
         self._errors: list[str] | None = []  # until the first message
         self._tasks = list[asyncio.Task[None]]()
@@ -167,7 +174,7 @@ class Connection:
         """Starts a rank."""
         process = self._processes[start.rank] = HostedProcess(start.rank, self, output)
         if self.over.is_set():
-            process.end(CRASHED, lost=True)
+            process.end(CRASHED, self._lost)
         self.send(start)
         return process
 
@@ -207,7 +214,7 @@ class Connection:
             self.over.set()
             for process in self._processes.values():
                 if process.returncode is None:
-                    process.end(CRASHED, lost=True)
+                    process.end(CRASHED, self._lost)
             self._stdin.close()
 
     async def _read_errors(self) -> None:
@@ -225,8 +232,8 @@ class Connection:
 
 
 class Host:
-    """Starts ranks on the host `host`, as `Here` does on this machine, and connects again after a cut. `socket` is of
-    ssh's connection, `job` the run's if it is a built-in one, and `show` displays a line."""
+    """The host `host`. `socket` is of ssh's connection, `job` the run's if it is a built-in one, and `show` displays a
+    line."""
 
     def __init__(self, host: str, python: str, socket: Path, job: str, show: Callable[[str], None]) -> None:
         self.host = host
@@ -234,19 +241,24 @@ class Host:
         self._files: Files | None = None
         self._forwarded: tuple[int, int] | None = None
         self._connection: Connection | None = None
-        self._connecting: asyncio.Task[None] | None = None
+        self.up = asyncio.Event()  # connected, unless it has just been cut off
 
-    async def connect(self) -> Ready:
+    @property
+    def connection(self) -> Connection | None:
+        """The connection, if there is one now."""
+        return self._connection if self._connection and not self._connection.over.is_set() else None
+
+    async def connect(self) -> None:
         """Connects. Raises UsageError."""
         connection = Connection(self.host, self._python, self._socket, self._show)
-        ready = await connection.open(self._job)
+        self.ready = await connection.open(self._job)
         self._connection = connection
-        self._compare(Versions(ready.torch, ready.python), machine.versions())
+        self._compare(Versions(self.ready.torch, self.ready.python), machine.versions())
         if self._files:
             connection.send(self._files)
         if self._forwarded:
             await self._forward(*self._forwarded)
-        return ready
+        self.up.set()
 
     def _compare(self, there: Versions, here: Versions) -> None:
         """Displays a line if the versions of torch and Python are too different."""
@@ -268,36 +280,30 @@ class Host:
         if self._connection:
             await self._forward(local, remote)
 
+    def stop_forwarding(self) -> None:
+        """Does not forward a port any more once it is back."""
+        self._forwarded = None
+
     async def _forward(self, local: int, remote: int) -> None:
         code, text = await answer(ssh.forward(self.host, self._socket, local, remote), ssh.COMMAND_SECONDS)
         if code:
             self._show(f"{self.host}: rank 0's page and commands for this run do not reach it ({text})")
 
-    async def start(
-        self, rank: str, environment: Mapping[str, str], output: int, alone: bool, stopped: asyncio.Event
-    ) -> HostedProcess | None:
-        """See `Here`."""
-        writer = await writer_of(os.dup(output))
-        if connection := await self._connected(stopped):
-            return connection.add(Start(rank, dict(environment), alone), writer)
-        writer.close()
-        return None
+    async def take_over(self, directory: Path, run: str) -> bool:
+        """Whether `directory` there is the one that rank 0 of `run` has used on another host, which is away. If it is,
+        nothing holds its locks any more."""
+        generation, *locks = (str(directory / name) for name in (rundir.GENERATION, *rundir.LOCKS))
+        words = ["sh", "-c", f"grep -qF {run} {shlex.quote(generation)} && rm -f {shlex.join(locks)}"]
+        code, _ = await answer(ssh.run(self.host, self._socket, words), ssh.COMMAND_SECONDS)
+        return code == 0
 
-    async def _connected(self, stopped: asyncio.Event) -> Connection | None:
-        """The connection, as soon as there is one; None if `stopped` was set before."""
-        stopping = asyncio.create_task(stopped.wait())
-        try:
-            while self._connection is None or self._connection.over.is_set():
-                if not self._connecting or self._connecting.done():
-                    self._connecting = asyncio.create_task(self._reconnect())
-                await asyncio.wait({self._connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                if stopped.is_set():
-                    return None
-        finally:
-            stopping.cancel()
-        return self._connection
+    async def cut(self) -> None:
+        """Waits until the connection has ended."""
+        if self._connection:
+            await self._connection.over.wait()
+        self.up.clear()
 
-    async def _reconnect(self) -> None:
+    async def reconnect(self) -> None:
         """Connects again, as often as it takes."""
         crashes, said = CrashBackoff(), ""
         if self._connection:
@@ -316,9 +322,6 @@ class Host:
 
     async def close(self) -> None:
         """Ends what runs on the host, and the connection."""
-        if self._connecting:
-            self._connecting.cancel()
-            await asyncio.wait({self._connecting})
         if self._connection:
             await self._connection.close()
 

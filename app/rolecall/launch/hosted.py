@@ -20,7 +20,7 @@ from typing import Any
 from rolecall import config, machine, secret
 from rolecall.declare import describe
 from rolecall.errors import CRASHED, USAGE, UsageError
-from rolecall.launch import here
+from rolecall.launch import gpu, here
 from rolecall.launch.here import Here, LocalProcess
 from rolecall.messages.codec import MessageError, decode_line, encode_line
 from rolecall.messages.hosts import (
@@ -84,7 +84,9 @@ class Hosted:
         (ports,) = self._here.plan({RANK0: 0})
         self._answers.write(b"\n")  # after what a login shell has written
         port, metrics_port = int(ports["PORT"]), int(ports["METRICS_PORT"])
-        await self._send(Ready(config.__version__, port, metrics_port, **machine.versions()._asdict()))
+        await self._send(
+            Ready(config.__version__, port, metrics_port, **machine.versions()._asdict(), gpus=len(gpu.visible()))
+        )
         while line := await self._next(stream):
             try:
                 message: ToHost = decode_line(ToHost, line, MAX_LINE_BYTES)
@@ -155,6 +157,7 @@ class Hosted:
 
         code = await here.follow(process.wait(), read, send)
         del self._processes[start.rank]
+        self._here.forget(start.rank)
         await self._send(Ended(start.rank, code))
 
     def _environment(self, start: Start) -> dict[str, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +20,15 @@ from rolecall.declare.describe import Description
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import name_of
 from rolecall.launch import here, ssh
-from rolecall.launch.host import Host
-from rolecall.messages.hosts import Files
+from rolecall.launch.here import writer_of
+from rolecall.launch.host import Connection, Host, HostedProcess
+from rolecall.launch.room import Room, Seat
+from rolecall.messages.hosts import Files, Start
 from rolecall.secret import read_token
 
 SCRIPT = "script"  # the job whose setting of that name is a user's file
 LOOPBACK = ("localhost", "127.", "::1")
+LOOK_SECONDS = 5.0  # between two looks whether another host has room
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,11 @@ class Hosts:
             for number, host in enumerate(placement.all)
         }
         self._dealt = 0  # ranks whose role has no hosts of its own
-        self._ports = dict[str, tuple[int, int]]()  # of each host, for rank 0
+        self._places = dict[str, Place]()  # by rank
+        self._shared = dict[str, str]()  # variables of all ranks, since rank 0 is on another host
+        self._run = secrets.token_hex(8)
+        self._keeping = list[asyncio.Task[None]]()
+        self._moved: Callable[[], None] = lambda: None
         self._page: socket.socket | None = None  # bound to this machine's port for rank 0's page
 
     @property
@@ -100,9 +109,9 @@ class Hosts:
         """Displays a line."""
         self._show(line)
 
-    def show_by(self, show: Callable[[str], None]) -> None:
-        """From now on, `show` displays lines."""
-        self._show = show
+    def show_by(self, show: Callable[[str], None], moved: Callable[[], None]) -> None:
+        """From now on, `show` displays lines, and `moved` is called once rank 0 is on another host."""
+        self._show, self._moved = show, moved
 
     async def connect(self) -> None:
         """Connects to all hosts. Raises UsageError, with a line for each that cannot be used."""
@@ -111,10 +120,9 @@ class Hosts:
         problems = [str(problem) for problem in ready if isinstance(problem, UsageError)]
         if problems:
             raise UsageError("\nrolecall: ".join(problems))
-        for host, one in zip(self._hosts, ready, strict=True):
-            if isinstance(one, BaseException):
+        for one in ready:
+            if one is not None:
                 raise one
-            self._ports[host] = (one.port, one.metrics_port)
 
     async def prepare(self, job: Description, settings: Settings) -> None:
         """Makes the hosts ready for `job`: from now on `job` is it as they see it. Raises UsageError."""
@@ -124,11 +132,25 @@ class Hosts:
         for host in self._hosts.values():
             host.send_files(files)
         self._job_settings = settings
+        self.room = Room(settings.host_timeout)
+        for host in self._hosts.values():
+            self.room.gpus[host.host] = host.ready.gpus
+            self._keeping.append(asyncio.create_task(self._keep(host)))
+        self._leader = name_of((job.roles[0].name, 0))
         rank0 = self._hosts[self._host_of(job.roles[0].name, 0)]
         self._rank0 = rank0.host
         self._address = config.exported("MASTER_ADDR") or await self._address_of(rank0.host)
         (self._page,) = here.reserve(1, here.PORTS)
-        await rank0.forward(self._page.getsockname()[1], self._ports[rank0.host][1])
+        await rank0.forward(self._page.getsockname()[1], rank0.ready.metrics_port)
+
+    async def _keep(self, host: Host) -> None:
+        """Connects to `host` again after each cut."""
+        while True:
+            await host.cut()
+            self.room.lost(host.host, time.monotonic())
+            await host.reconnect()
+            self.room.gpus[host.host] = host.ready.gpus
+            self.room.back(host.host, time.monotonic())
 
     async def _address_of(self, rank0: str) -> str:
         """Where the other hosts reach rank 0's. Raises UsageError."""
@@ -149,25 +171,27 @@ class Hosts:
 
     def plan(self, gpus: Mapping[str, int | None]) -> list[dict[str, str]]:
         """See `Here`: rank 0's ports; each host decides on the others', and on GPUs."""
-        port, metrics_port = self._ports[self._rank0]
-        rank0 = name_of((self.job.roles[0].name, 0))
-        ports = {"PORT": str(port), "METRICS_PORT": str(metrics_port)}
-        return [ports if rank == rank0 else {} for rank in gpus]
+        ports = _ports(self._hosts[self._rank0])
+        return [ports if rank == self._leader else {} for rank in gpus]
 
     def forget(self, rank: str) -> None:
-        """See `Here`: hosts notice it."""
+        """See `Here`: its host notices it."""
+        del self._places[rank]
 
-    def place(self, role: str, ordinal: int) -> Host:
+    def place(self, role: str, ordinal: int) -> Place:
         """See `Here`: ranks are dealt out in order, unless their role has hosts of its own."""
-        host = self._hosts[self._host_of(role, ordinal)]
+        name, host = name_of((role, ordinal)), self._hosts[self._host_of(role, ordinal)]
         self._dealt += role not in self._placement.roles
-        return host
+        self._places[name] = Place(self, name, role, host, dict(self._shared))
+        return self._places[name]
 
     def environment(self, folder: Path, token_file: str, directory: Path) -> dict[str, str]:
         """See `Here`: the settings that are set here; all else is as on the hosts."""
         token = read_token(Path(token_file)) if token_file else self._job_settings.token
+        self._directory = directory
         return {
             **given(self.job),
+            config.RUN: self._run,
             **({"JOB_TOKEN": token} if token else {}),
             "MASTER_ADDR": self._address,
             "METRICS_BIND_ADDR": "127.0.0.1",
@@ -183,8 +207,70 @@ class Hosts:
         """Where rank 0 has written what it keeps."""
         return f"checkpoints and report in {self._rank0}:{directory}"
 
+    # ---- a host that stays away
+
+    async def move(self, place: Place) -> bool:
+        """Has the rank of `place` go to another host, if one has room; else displays why not. Returns whether it
+        goes."""
+        away = f"{place.host}, away for HOST_TIMEOUT={self.room.timeout:g} s"
+        others, problem = self._others(place)
+        for host in others:
+            problem = await self._lead(self._hosts[host]) if place.rank == self._leader else ""
+            if place.at.connection:
+                return False
+            if problem or host not in self._others(place)[0]:
+                continue
+            restarts = "; the other ranks start again with it" if place.rank == self._leader else ""
+            self.show(f"{place.rank}: moves from {away}, to {host}{restarts}")
+            place.at = self._hosts[host]
+            if place.rank == self._leader:
+                await self._follow(place)
+            return True
+        if problem != place.problem:
+            place.problem = problem
+            self.show(f"{place.rank}: waits for {away}: {problem}")
+        return False
+
+    def _others(self, place: Place) -> tuple[list[str], str]:
+        needs = self.job.needs
+        seats = {each.rank: Seat(each.host, needs[each.role].gpus or 0) for each in self._places.values()}
+        among = self._placement.roles.get(place.role, self._placement.hosts)
+        return self.room.others(seats[place.rank], seats.values(), among)
+
+    async def _lead(self, host: Host) -> str:
+        """Why rank 0 cannot be on `host`; empty if it can."""
+        if config.exported("MASTER_ADDR"):
+            return "MASTER_ADDR names it for the other ranks"
+        try:
+            self._address = await self._address_of(host.host)
+        except UsageError as error:
+            return str(error)
+        shared = await host.take_over(self._directory, self._run)
+        if not shared and not getattr(self._job_settings, "checkpoint_copies", 0):
+            return (
+                f"its checkpoints are not in {host.host}:{self._directory}; set CHECKPOINT_DIR to one that hosts share"
+            )
+        return ""
+
+    async def _follow(self, place: Place) -> None:
+        """Has all ranks, and this machine, reach rank 0 at its new host."""
+        self._hosts[self._rank0].stop_forwarding()
+        self._rank0, ports = place.host, _ports(place.at)
+        self._shared = {"MASTER_ADDR": self._address, "MASTER_PORT": ports["PORT"]}
+        for each in self._places.values():
+            each.variables |= self._shared
+            if each is not place and each.process:
+                each.process.restart("starts again with rank 0")
+        place.variables |= {**ports, "RESUME": "1"}  # it goes on with this run in any case
+        self._moved()
+        if self._page:
+            await place.at.forward(self._page.getsockname()[1], place.at.ready.metrics_port)
+
     async def close(self) -> None:
         """Ends what runs on the hosts, and the connections. Can be called again."""
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
         await asyncio.gather(*(host.close() for host in self._hosts.values()))
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._page is not None:
@@ -192,6 +278,55 @@ class Hosts:
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
+
+
+class Place:
+    """Where a rank of `hosts` runs: on a host, or on another one once that stays away. `variables` are the rank's, in
+    place of those that it began with."""
+
+    def __init__(self, hosts: Hosts, rank: str, role: str, at: Host, variables: dict[str, str]) -> None:
+        self._hosts, self.rank, self.role, self.at, self.variables = hosts, rank, role, at, variables
+        self.process: HostedProcess | None = None
+        self.problem = ""  # why it waits for its host
+
+    @property
+    def host(self) -> str:
+        """The host."""
+        return self.at.host
+
+    async def start(
+        self, rank: str, environment: Mapping[str, str], output: int, alone: bool, stopped: asyncio.Event
+    ) -> HostedProcess | None:
+        """See `Here`."""
+        writer = await writer_of(os.dup(output))
+        if connection := await self._connected(stopped):
+            self.process = connection.add(Start(rank, {**environment, **self.variables}, alone), writer)
+            return self.process
+        writer.close()
+        return None
+
+    async def _connected(self, stopped: asyncio.Event) -> Connection | None:
+        """The connection to its host, as soon as there is one; None if `stopped` was set before."""
+        stopping = asyncio.create_task(stopped.wait())
+        try:
+            while not (connection := self.at.connection):
+                left = self._hosts.room.left(self.host, time.monotonic())
+                if not left and await self._hosts.move(self):
+                    continue
+                up = asyncio.create_task(self.at.up.wait())
+                await asyncio.wait({up, stopping}, timeout=left or LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                up.cancel()
+                if stopped.is_set():
+                    return None
+            self.problem = ""
+            return connection
+        finally:
+            stopping.cancel()
+
+
+def _ports(host: Host) -> dict[str, str]:
+    """Those that `host` has for rank 0."""
+    return {"PORT": str(host.ready.port), "METRICS_PORT": str(host.ready.metrics_port)}
 
 
 def given(job: Description) -> dict[str, str]:

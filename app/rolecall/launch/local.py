@@ -151,7 +151,7 @@ class LocalRun:
         self.screen.open()
         self.screen.say(f"this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
         if self._hosts:
-            self._hosts.show_by(self.screen.show)
+            self._hosts.show_by(self.screen.show, lambda: self._write_down(self._publish))
         self._tasks = {rank: asyncio.create_task(rank.supervise()) for rank in self.ranks}
         rank0 = targets.Target(str(self.directory), self.addresses[0].url.removesuffix("/metrics"), self.directory)
         display = asyncio.create_task(self.screen.draw_forever(rank0))

@@ -79,7 +79,7 @@ class ProcessRun:
         self._left_early = False
         command = [sys.executable, "-P", "-m", "rolecall", "run", target, "--tied", str(os.getpid()), *flags]
         # this may be a rank: it was passed those of its own job
-        passed = {config.SOURCES: "", config.DESCRIPTION: "", config.REASONS: self._reasons.name}
+        passed = {config.SOURCES: "", config.DESCRIPTION: "", config.RUN: "", config.REASONS: self._reasons.name}
         environment = config.child_environment(**{**variables, **passed, "CHECKPOINT_DIR": str(directory)})
         self._process = subprocess.Popen(
             command,

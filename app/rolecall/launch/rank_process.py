@@ -12,7 +12,8 @@ from pathlib import Path
 from rolecall.gang.protocol import name_of
 from rolecall.launch.containers import Container, ContainerProcess
 from rolecall.launch.here import Here, LocalProcess, follow
-from rolecall.launch.host import Host, HostedProcess
+from rolecall.launch.host import HostedProcess
+from rolecall.launch.hosts import Place
 from rolecall.launch.output import RankLog
 from rolecall.rank.guard import FINAL_CODES, CrashBackoff
 
@@ -26,7 +27,7 @@ class RankProcess:
     before the next start.
 
     After two crashes in a row it imports everything itself: the cause may be in what it shares with other ranks. A rank
-    that is lost with its host has not crashed, and starts again when the host is back.
+    that is lost with its host has not crashed, and starts again when the host is back, or on another one.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class RankProcess:
         environment: dict[str, str],
         log: Path,
         show: Callable[[str], None],
-        place: Here | Host | Container | None = None,
+        place: Here | Place | Container | None = None,
         crashed: Callable[[str, int], Awaitable[None]] | None = None,
         seen: set[tuple[str, str]] | None = None,
     ) -> None:
@@ -83,7 +84,7 @@ class RankProcess:
             if code in FINAL_CODES or self.stopping:
                 return code
             if self.process and self.process.lost:
-                self.show(f"{self.name}: lost with {self.host}, starts again when that is back")
+                self.show(f"{self.name}: {self.process.lost}")
                 continue
             pause = crashes.add(time.monotonic() - started)
             if code > 0 and crashes.in_a_row >= MAX_CRASHES:

@@ -46,6 +46,12 @@ def forward(host: str, socket: Path, local: int, remote: int) -> list[str]:
     return ["ssh", *options, "-O", "forward", "-L", ports, "--", host]
 
 
+def run(host: str, socket: Path, command: Sequence[str]) -> list[str]:
+    """Has the connection of `connect` run another `command` on `host`."""
+    options = ["-o", f"ControlPath={_literal(socket)}", "-o", "ControlMaster=no", "-o", "BatchMode=yes"]
+    return ["ssh", "-T", *options, "--", host, shlex.join(command)]
+
+
 async def address(host: str) -> str:
     """The address that ssh's configuration has for `host`, without the user."""
     code, text = await answer(["ssh", "-G", "--", host], COMMAND_SECONDS)

@@ -55,13 +55,14 @@ class Alive(Struct, frozen=True, tag="alive", tag_field="kind"):
 
 class Ready(Struct, frozen=True, tag="ready", tag_field="kind"):
     """The first message: the version of Rolecall there, two free ports for rank 0, and the versions of Python and
-    torch, which older versions do not send."""
+    torch, which older versions do not send, and how many GPUs there are."""
 
     version: str
     port: int
     metrics_port: int
     python: str = ""
     torch: str = ""
+    gpus: int = 0
 
 
 class Started(Struct, frozen=True, tag="started", tag_field="kind"):

@@ -181,7 +181,7 @@ class Supervisor:
     def _make_coordinator(self) -> Coordinator:
         # another `rolecall run` is another run, whose rank 0 has the same ports
         me = self.member.identity
-        node = f"{me.node}:{self.run_pid}" if self.run_pid else me.node
+        node = config.exported(config.RUN) or (f"{me.node}:{self.run_pid}" if self.run_pid else me.node)
         return Coordinator(
             self.job, self.settings, me.incarnation, node, self._at(places.COORDINATOR), settled=self._settle
         )

@@ -34,6 +34,7 @@ A_RUN = "a run's name or folder"  # what commands take
 RUN_NAME = re.compile(r"(?!\d+$)[a-zA-Z0-9][\w.-]{0,62}", re.ASCII)
 COORDINATOR_LOCK = ".coordinator.lock"
 WRITER_LOCK = ".writer.lock"
+LOCKS = (COORDINATOR_LOCK, WRITER_LOCK)
 GENERATION = "generation.json"
 DONE = "DONE"
 FAILED = "FAILED"

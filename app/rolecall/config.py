@@ -104,7 +104,7 @@ class Settings(BaseSettings):
         ge=0,
         le=16,
         description="members that hold each checkpoint on their disk, on other machines than rank 0's where there are; "
-        "by default 1 with --hosts and in pods",
+        "1 by default with --hosts",
     )
     on_finish: Literal["exit", "linger"] = Field(
         "exit", description="after the job: exit, or stay up and serve metrics (for pods that are always restarted)"

@@ -24,7 +24,7 @@ ROOMS = {
     "rolecall/jobs/rl": 4270,  # processes of episodes that end at any moment
     "rolecall/jobs/rnn": 1050,
     "rolecall/jobs/script": 190,
-    "rolecall/launch": 6030,  # how runs from Python end, and runs in containers, on Slurm and Kubernetes
+    "rolecall/launch": 6040,  # how runs from Python end, and runs in containers, on Slurm and Kubernetes
     "rolecall/life": 1100,  # what rank decided before, and its table of states
     "rolecall/links": 900,  # the decisions of a map
     "rolecall/messages": 580,  # the declarations and codecs of six rooms

@@ -26,7 +26,7 @@ RETRY_SECONDS = 10.0  # after a checkpoint that could not be copied
 LOG_REPEAT_SECONDS = 60.0  # between two log lines of copies that fail
 LOOK_SECONDS = 1.0  # between two looks for a member that is waited for
 QUICK = ("copies_claim", "copies_note", "copies_forget")  # methods whose answer does not wait for a large file
-Problem = (CallError, CopyError, ShardError, OSError)
+Problem = (CallError, CopyError, ShardError, UsageError, OSError)
 
 
 class Keeper(Copies):
@@ -71,13 +71,12 @@ class Keeper(Copies):
 
     def _claims(self) -> dict[str, Claim]:
         """What the members say, and this machine's disk."""
-        claims, asked = {self._here.me: self._here.copies_claim()}, dict[str, Callable[[], Any]]()
-        for name in self._members():
-            asked[name] = self._ask(name, "copies_claim")
+        generation, claims = self._checkpoints.generation, dict[str, Claim]()
+        asked = {name: self._ask(name, "copies_claim", generation) for name in (self._here.me, *self._members())}
         for name, answer in asked.items():
             try:
                 claims[name] = answer()
-            except CallError as error:  # it was lost, or its disk fails: others may know what it holds
+            except Problem as error:  # it was lost, or its disk fails: others may know what it holds
                 self.logger.warning("a member does not say which copies it holds", member=name, problem=str(error))
         self._machines |= {name: claim.machine for name, claim in claims.items()}
         return claims
@@ -138,7 +137,7 @@ class Keeper(Copies):
                     deadline_s=limit,
                 )
             with self._changed:
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(min(LOOK_SECONDS, limit))
             source = choice.source(None, self._claims()) or source
         problem = problem or f"{', '.join(source.absent)} held it, and nobody here does"
         raise UsageError(
@@ -276,7 +275,7 @@ class Keeper(Copies):
         """The members remember who holds the newest checkpoint."""
         if not holders:
             return
-        known = Known(checkpoint, tuple(holders))
+        known = Known(self._checkpoints.generation, checkpoint, tuple(holders))
         for answer in [self._ask(name, "copies_note", known) for name in members]:
             answer()
 

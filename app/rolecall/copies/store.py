@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from rolecall.wire.connecting import machine_id
 BLOCK_BYTES = 64 * CHUNK_BYTES  # of one read
 MAX_CACHED_FILES = 1000  # whose digests are remembered: a checkpoint may share most of its files with the one before
 MOST = 2**53  # bytes of a file
+LOCK, LOCK_SECONDS = ".lock", 10.0  # of what is known
 
 
 class CopyError(Exception):
@@ -91,10 +92,11 @@ class Listing(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The newest checkpoint that members held, and their names."""
+    """The newest `generation`, the newest checkpoint that members held, and their names."""
 
-    checkpoint: Stem
-    holders: tuple[str, ...]
+    generation: int = 0
+    checkpoint: Stem | None = None
+    holders: tuple[str, ...] = ()
 
 
 @dataclass
@@ -144,32 +146,46 @@ class Store:
     # ---- what is here
 
     @remote
-    def copies_claim(self) -> Claim:
-        """What is held here, and what is known of others."""
-        known = self._known()
-        return Claim(machine_id(), self.held(), *known) if known else Claim(machine_id(), self.held())
+    def copies_claim(self, generation: int) -> Claim:
+        """What is held here, and what is known of others. Remembers the `generation`, which has begun."""
+        known = self._remember(lambda before: before._replace(generation=max(before.generation, generation)))
+        return Claim(machine_id(), self.held(), known.checkpoint, known.holders)
 
     @remote
     def copies_note(self, known: Known) -> None:
-        """Remembers a newer checkpoint that members hold, or who holds it: once, where they share a disk."""
-        before = self._known()
-        if before is None or (before.checkpoint <= known.checkpoint and before != known):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            rundir.write_atomically(self.directory / rundir.NEWEST, json.dumps(known).encode())
+        """Remembers a newer checkpoint that members hold, or who holds it."""
 
-    def _known(self) -> Known | None:
+        def newer(before: Known) -> Known:
+            order = [(each.generation, each.checkpoint or (0, 0)) for each in (before, known)]
+            return known if order[0] <= order[1] else before
+
+        self._remember(newer)
+
+    def _known(self) -> Known:
+        path = self.directory / rundir.NEWEST
         try:
-            return msgspec.json.decode((self.directory / rundir.NEWEST).read_bytes(), type=Known)
+            return msgspec.json.decode(path.read_bytes(), type=Known)
         except FileNotFoundError:
-            return None
+            return Known()
         except msgspec.DecodeError as error:
-            raise CopyError(f"{self.directory / rundir.NEWEST}: is damaged; delete it") from error
+            raise CopyError(f"{path}: is damaged; delete it") from error
+
+    def _remember(self, change: Callable[[Known], Known]) -> Known:
+        """Changes what is known here, once where members share a disk. Returns it."""
+        lock = rundir.lock(self.directory, LOCK, LOCK_SECONDS)
+        try:
+            before = self._known()
+            if (known := change(before)) != before:
+                rundir.write_atomically(self.directory / rundir.NEWEST, json.dumps(known).encode())
+            return known
+        finally:
+            lock.release()
 
     @remote
     def copies_forget(self) -> None:
-        """Deletes all that is held and known here: another run begins."""
+        """Deletes all that is held here: another run begins, with later generations."""
         with self._lock:
-            (self.directory / rundir.NEWEST).unlink(missing_ok=True)
+            self._remember(lambda before: Known(before.generation))
             self._prune(())
 
     @remote
@@ -197,10 +213,10 @@ class Store:
             if digests is None:
                 first = [manifest.digest_of(memoryview(file.read(head)))] if head else []
                 digests = b"".join([*first, *(manifest.digests_of(memoryview(block)) for block in _blocks(file))])
-        self._remember(stat, digests)
+        self._cache(stat, digests)
         return File(name, stat.st_size, head, digests)
 
-    def _remember(self, stat: os.stat_result, digests: bytes) -> None:
+    def _cache(self, stat: os.stat_result, digests: bytes) -> None:
         with self._lock:
             self._digests[_identity(stat)] = digests
             while len(self._digests) > MAX_CACHED_FILES:
@@ -221,10 +237,9 @@ class Store:
         here yet. Raises CopyError, also if this is a member's folder and knows of a newer generation."""
         listing.require_sound()
         with self._lock:
-            known = self._known()
-            newest = max((*self.held(), *([known.checkpoint] if known else [])), default=(0, 0))
-            if self._job is None and listing.checkpoint[0] < newest[0]:
-                raise CopyError(f"{stem_of(listing.checkpoint)}: generation {newest[0]} has begun; nothing written")
+            newest = max((self._known().generation, *(stem[0] for stem in self.held())))
+            if self._job is None and listing.checkpoint[0] < newest:
+                raise CopyError(f"{stem_of(listing.checkpoint)}: generation {newest} has begun; nothing written")
             self._drop()
             before, folder = self._before(), self._shards(listing.checkpoint)
             (folder if len(listing.files) > 1 else self.directory).mkdir(parents=True, exist_ok=True)
@@ -310,7 +325,7 @@ class Store:
             rundir.sync_directory(self.directory)
             self._coming = None
             for file in coming.listing.files:
-                self._remember(self._place(checkpoint, file.name).stat(), file.digests)
+                self._cache(self._place(checkpoint, file.name).stat(), file.digests)
             if kept is not None:
                 self._prune([checkpoint, *kept])
 

@@ -167,6 +167,7 @@ class Hosts:
         """See `Here`: the settings that are set here; all else is as on the hosts."""
         token = read_token(Path(token_file)) if token_file else self._job_settings.token
         return {
+            "CHECKPOINT_COPIES": "1",
             **given(self.job),
             **({"JOB_TOKEN": token} if token else {}),
             "MASTER_ADDR": self._address,

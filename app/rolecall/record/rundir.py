@@ -42,7 +42,7 @@ OUTPUT = "output.log"  # what `rolecall run --plain` prints, if the run is detac
 FILES = "files"  # a folder, for files of the job's own
 SINKS = ("tensorboard", "mlflow", "wandb")  # folders of the sinks
 COPIES = "copies"  # a folder, for copies of a run's checkpoints that a member holds
-NEWEST = "newest.json"  # in it: the newest checkpoint that was ever held anywhere, and by whom
+NEWEST = "newest.json"  # in it: the newest generation, and the newest checkpoint that was held anywhere, and by whom
 SHARDS = "shards"  # a folder with one of each checkpoint that has shards, called as the checkpoint
 CHECKPOINT_LOST = "checkpoint_lost"  # in DONE, if the last checkpoint could not be written
 OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, PAGE, TRACE, FILES, SHARDS, *SINKS)
@@ -170,13 +170,14 @@ def saved(directory: Path) -> list[tuple[int, int]]:
 
 
 def newest_copied(directory: Path) -> int:
-    """The greatest generation of a checkpoint that was copied, by what is beneath `directory`; 0 if there is none."""
-    folder, known = directory / COPIES, (0, 0)
+    """The greatest generation that is known, or of which there is a checkpoint, in the copies beneath `directory`; 0 if
+    there are none."""
+    folder, known = directory / COPIES, 0
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        known = msgspec.json.decode((folder / NEWEST).read_bytes(), type=tuple[tuple[int, int], tuple[str, ...]])[0]
+        known = msgspec.json.decode((folder / NEWEST).read_bytes(), type=tuple[int, Any, Any])[0]
     with contextlib.suppress(OSError):
-        known = max((known, *saved(folder)))
-    return known[0]
+        known = max((known, *(generation for generation, _ in saved(folder))))
+    return known
 
 
 def newest_step(directory: Path) -> int:

@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
+from rolecall import telemetry
 from rolecall.checkpoint import shardfile
 from rolecall.checkpoint.checkpoint import CheckpointError, digest_of, read_head, require_readable, shards_of
 from rolecall.copies.choice import Claim, Stem
@@ -148,7 +149,11 @@ class Store:
     @remote
     def copies_claim(self, generation: int) -> Claim:
         """What is held here, and what is known of others. Remembers the `generation`, which has begun."""
-        known = self._remember(lambda before: before._replace(generation=max(before.generation, generation)))
+        try:
+            known = self._remember(lambda before: before._replace(generation=max(before.generation, generation)))
+        except OSError as error:  # a full disk may hold the newest copy
+            telemetry.log().warning("copies", directory=str(self.directory), problem=error.strerror)
+            known = self._known()
         return Claim(machine_id(), self.held(), known.checkpoint, known.holders)
 
     @remote

@@ -40,6 +40,7 @@ ROOMS = (
     "wire",
     "checkpoint",
     "weights",
+    "copies",
     "context",
     "torch_rpc",
     "export",

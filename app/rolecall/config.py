@@ -100,6 +100,13 @@ class Settings(BaseSettings):
     )
     checkpoint_interval: Seconds = Field(30.0, description="seconds between checkpoints")
     checkpoint_keep: int = Field(3, ge=1, le=1000, description="number of checkpoints to keep")
+    checkpoint_copies: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="members that hold each checkpoint on their disk, on other machines than rank 0's where there are; "
+        "1 by default with --hosts",
+    )
     on_finish: Literal["exit", "linger"] = Field(
         "exit", description="after the job: exit, or stay up and serve metrics (for pods that are always restarted)"
     )

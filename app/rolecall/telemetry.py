@@ -189,6 +189,7 @@ WORKER = (
     Metric("gauge", "checkpoint_timestamp_seconds", "Unix time of the newest checkpoint.", roles=("rank 0",)),
     Metric("histogram", "checkpoint_seconds", "Time to write a checkpoint.", buckets=DURATION, roles=("rank 0",)),
     Metric("counter", "checkpoint_failures_total", "Checkpoints that failed.", roles=("rank 0",)),
+    Metric("counter", "checkpoint_copy_failures_total", "Copies that failed.", roles=("rank 0",)),
     Metric("gauge", "step", "Steps completed (updates, iterations).", roles=("rank 0",)),
     Metric(
         "counter",

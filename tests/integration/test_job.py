@@ -163,7 +163,8 @@ def test_every_rank_serves_its_metrics_and_health(cluster: MakeCluster) -> None:
         ]
         if rank.role == "agent":
             declared += telemetry.COORDINATOR
-        optional = ("rpc_calls_total", "checkpoint_failures_total", "epoch", "loss", "left_seconds")
+        optional = ("rpc_calls_total", "checkpoint_failures_total", "checkpoint_copy_failures_total", "epoch")
+        optional += ("loss", "left_seconds")
         lazy = {"rolecall_" + name for name in optional}
         for metric in declared:
             shown = any(name.startswith(metric.full_name.removesuffix("_total")) for name in families)

@@ -255,8 +255,9 @@ RECOVERY = dashboard(
             graph("Time to write", "s", "Mean and 95th percentile.", (mean("checkpoint_seconds"), JOB + " mean"),
                   (quantile(0.95, "checkpoint_seconds"), JOB + " p95"),
                   (total("rolecall_disk_wait_seconds", how="max"), JOB + " longest file under way")),
-            graph("Failures", "none", "Checkpoints that could not be written since rank 0 started.",
-                  (total("rolecall_checkpoint_failures_total"), JOB)),
+            graph("Failures", "none", "Checkpoints that could not be written, or copied, since rank 0 started.",
+                  (total("rolecall_checkpoint_failures_total"), JOB),
+                  (total("rolecall_checkpoint_copy_failures_total"), JOB + " copies")),
         ]),
         Row("Tunnels", [
             graph("Connections", "none", "Connections with peers that pass through a rank's tunnel.",

@@ -106,8 +106,28 @@ class Snapshot:
                 raise UsageError(f"{what} was made with {fields.shown(before)}; set that, or another directory")
 
 
+class Copies:
+    """What becomes of copies of a run's checkpoints: nothing, as there are none. A class of rooms above has some."""
+
+    def restore(self) -> None:
+        """Has the newest checkpoint on disk, before it is looked for."""
+
+    def repair(self, torn: str) -> bool:
+        """Replaces the file `torn`. Returns whether another one is on disk now."""
+        return False
+
+    def written(self, name: str) -> None:
+        """The file of this name is on disk."""
+
+    def wait(self) -> None:
+        """Waits for the copies of the newest checkpoint: this process is about to end."""
+
+    def close(self) -> None:
+        """Ends what it does."""
+
+
 class Checkpoints:
-    """A directory of checkpoints with one writer.
+    """A directory of checkpoints with one writer, and `copies` of them.
 
     `fence` is called before every write and returns the newest generation: a writer of an older one writes nothing.
     `complain(message)` is called for every file that cannot be used, `begin(step)` with the step that training resumes
@@ -128,6 +148,7 @@ class Checkpoints:
         self.job = job
         self.generation = generation
         self.keep = keep
+        self.copies = Copies()
         self._fence = fence
         self._complain = complain
         self._begin = begin
@@ -148,6 +169,7 @@ class Checkpoints:
         Raises UsageError if there are checkpoints and none can be read: starting over beside them would silently
         discard their training.
         """
+        self.copies.restore()
         snapshot = self._newest(accept)
         self._begin(snapshot.step if snapshot else 0)
         return snapshot
@@ -158,8 +180,8 @@ class Checkpoints:
             try:
                 return accept(read(path, self.job))
             except CheckpointError as error:
-                if not path.exists():
-                    return self._newest(accept)  # the writer has replaced it by a newer one
+                if not path.exists() or self.copies.repair(path.name):
+                    return self._newest(accept)  # the writer has replaced it by a newer one, or there is a copy
                 problems.append(str(error))
                 self._bad.add(path)
                 self._complain(str(error))
@@ -222,7 +244,8 @@ class Checkpoints:
                 except OSError as error:
                     self._complain(f"{old.name} cannot be deleted: {error.strerror}")
             prune_shards(self.directory, {file.stem for file in self.files()}, dropped)
-            return path
+        self.copies.written(path.name)
+        return path
 
 
 def pack(state: dict[str, Any], about: dict[str, Any]) -> memoryview:
@@ -265,7 +288,7 @@ def read(path: Path, job: str) -> Snapshot:
     if digest_of(head, (body,)) != head["sha256"]:
         raise CheckpointError(f"{path.name} is corrupt: its checksum does not match")
     cut = len(body) - head.get("manifest", 0)
-    shards = _shards(path, body[cut:])
+    shards = shards_of(path, body[cut:])
     content = unpack(path.name, body[:cut])
     return Snapshot(path, head["generation"], head["step"], content["state"], about=content["about"], shards=shards)
 
@@ -344,7 +367,8 @@ def _count(value: Any, most: int, depth: int = MOST_NESTED) -> int:
     return count
 
 
-def _shards(path: Path, manifest: bytes) -> dict[str, list[ShardFile]]:
+def shards_of(path: Path, manifest: bytes) -> dict[str, list[ShardFile]]:
+    """The files that the end of the checkpoint at `path`, its `manifest`, names. Raises CheckpointError."""
     if not manifest:
         return {}
     from rolecall.checkpoint.shardfile import ShardFile, require_alike

@@ -78,7 +78,10 @@ class Saver:
         )
         if wait or not sharded:
             self._under_way = None
-            return complete()
+            problem = complete()
+            if wait and not problem:
+                self.checkpoints.copies.wait()
+            return problem
         self._under_way = self._writer.submit(complete)
         return ""
 
@@ -106,6 +109,7 @@ class Saver:
 
     def close(self) -> None:
         """Ends its thread, after the checkpoint that is being written."""
+        self.checkpoints.copies.close()
         self._writer.shutdown(wait=False)
 
     def _failed(self, error: CheckpointError) -> str:

@@ -27,6 +27,8 @@ from rolecall.context.shared import SharedArguments
 from rolecall.context.training import Training
 from rolecall.context.watchdog import Phase, Watchdog
 from rolecall.context.weights import Publisher, Weights
+from rolecall.copies.keeping import Keeper
+from rolecall.copies.store import Store
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import UsageError
@@ -96,10 +98,29 @@ class Context(Calls, Training, Generic[S]):
         self.kept: Kept | None = None  # what this member keeps
         self.constructing = False  # its role's class makes the object
         self.kept_states = KeptStates(self) if checkpoints else None
+        self.copies = Store(settings.checkpoint_dir / rundir.COPIES, self.me.name)
+        if checkpoints and settings.checkpoint_copies:
+            self._keep_copies(checkpoints)
         offered = self.services, group.queues, self.shares, self.weights.holdings, self.weights.registry, self._passes
-        mine = [self.kept_states] if self.kept_states else []
+        mine = [self.copies, *([self.kept_states] if self.kept_states else [])]
         self.dispatcher = Dispatcher(self.me.name, *offered, SharedArguments(), *mine, pending=watchdog.long_calls)
         self.dispatcher.forward = self._passes.forward
+
+    def _keep_copies(self, checkpoints: Checkpoints) -> None:
+        """Members hold copies of the checkpoints."""
+        group, settings = self.group, self.settings
+        if self.job is None or not self.job.rpc:
+            self.logger.warning("CHECKPOINT_COPIES: nothing is copied, as the ranks of this job do not call each other")
+            return
+
+        def others() -> list[str]:
+            return [peer.name for peer in group.members[1:] if peer.name not in group.lost]
+
+        checkpoints.copies = keeper = Keeper(
+            checkpoints, self.copies, settings, self.weights.connect, others, metrics=self.metrics
+        )
+        group.on_lost.append(keeper.changed)
+        group.on_joined.append(keeper.changed)
 
     # ---- identity and peers
 

@@ -134,10 +134,11 @@ class Publisher:
     def _exchange(self, name: str) -> Exchange:
         with self._lock:
             if name not in self._exchanges:
-                self._exchanges[name] = Exchange(self.holdings.copies(name), self._connect, self._metrics)
+                self._exchanges[name] = Exchange(self.holdings.copies(name), self.connect, self._metrics)
             return self._exchanges[name]
 
-    def _connect(self, seconds: float) -> Connection | None:
+    def connect(self, seconds: float) -> Connection | None:
+        """This member's part in the generation; waits up to `seconds` for one."""
         transport = self._group.wait_open(seconds)
         if transport is None:
             return None

@@ -155,7 +155,7 @@ class Gang:
 
     def _take(self, heartbeat: Heartbeat, now: float) -> Key:
         """Takes a member's heartbeat. Returns the member's key. Raises RejectedError."""
-        key = self._roster.place(heartbeat, self.members)
+        key = self._roster.place(heartbeat, self.members, self.generation.number if self.state in ACTIVE else None)
         member = self.members.get(key)
         if member and member.heartbeat.incarnation == heartbeat.incarnation:
             if heartbeat.sequence <= member.sequence:
@@ -171,7 +171,7 @@ class Gang:
             self.members[key] = member = MemberRecord(heartbeat, now, self._epochs.newest, heartbeat.sequence)
         if self._roster.note(key, heartbeat):
             self._epochs.advance()
-        self.number = max(self.number, heartbeat.worker.generation)  # it was used and could not be persisted
+        self.number = max(self.number, heartbeat.worker.generation, heartbeat.copied)  # used, and lost or not persisted
         self._hear(key, member, heartbeat.sequence, now)
         return key
 

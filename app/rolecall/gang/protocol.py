@@ -183,7 +183,8 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
 
     `sequence` grows with every heartbeat of an incarnation. `epoch` is that of the last directive that the member
     carried out. `acknowledged`: it knows how the job ended. `job` names the job and the version of its file. `settings`
-    are the shared settings behind `digest`, until the coordinator has answered: it names the difference.
+    are the shared settings behind `digest`, until the coordinator has answered: it names the difference. `copied` is
+    the newest generation that the rank's disk knew of, with copies of checkpoints, as it was started.
     """
 
     role: str
@@ -198,6 +199,7 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     job: str = ""
     digest: str = ""
     settings: dict[str, Any] | None = None
+    copied: int = 0
 
 
 class Directive(Struct, frozen=True, omit_defaults=True):

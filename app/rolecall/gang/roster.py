@@ -69,8 +69,9 @@ class Roster:
         self._free = dict.fromkeys(roles, 0)  # by role: all ordinals below are taken
         self.leavers, self.debugged = set[Key](), set[Key]()  # members that asked to leave; whose workers are debugged
 
-    def place(self, heartbeat: Heartbeat, members: Members) -> Key:
-        """The key of the member that sent `heartbeat`. Raises RejectedError."""
+    def place(self, heartbeat: Heartbeat, members: Members, newest: int | None = None) -> Key:
+        """The key of the member that sent `heartbeat`, which may know no later generation than the `newest`, if one
+        runs. Raises RejectedError."""
         if self._job and heartbeat.job != self._job:
             job = heartbeat.job or "no job"
             raise RejectedError(
@@ -87,6 +88,13 @@ class Roster:
             raise RejectedError("ordinal", f"{role.name} has ordinals 0 to {role.maximum - 1}, not {key[1]}")
         if key == self._rank0 and heartbeat.incarnation != self._incarnation:
             raise RejectedError("rank0", f"{name_of(self._rank0)} is running already, at the address that was called")
+        if newest is not None and heartbeat.copied > newest:
+            raise RejectedError(
+                "copies",
+                f"{heartbeat.node} has copies of checkpoints of generation {heartbeat.copied}, and rank 0 runs "
+                f"generation {newest}, which knows nothing of them; end this run and start it with all ranks to go on "
+                "from the copies, or delete CHECKPOINT_DIR/copies there",
+            )
         if self._settings.digest and heartbeat.digest != self._settings.digest:
             raise RejectedError("settings", self._difference(heartbeat))
         self._retire_older(key, heartbeat)

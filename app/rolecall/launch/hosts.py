@@ -190,6 +190,7 @@ class Hosts:
         token = read_token(Path(token_file)) if token_file else self._job_settings.token
         self._directory = directory
         return {
+            "CHECKPOINT_COPIES": "1",
             **given(self.job),
             config.RUN: self._run,
             **({"JOB_TOKEN": token} if token else {}),

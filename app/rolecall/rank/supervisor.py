@@ -34,6 +34,7 @@ from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.queries import Replies, SignedQueries
 from rolecall.rank.site import Site
 from rolecall.rank.worker_manager import WorkerManager
+from rolecall.record import rundir
 from rolecall.telemetry import WorkerFiles
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.handle import Handle
@@ -69,6 +70,7 @@ class Supervisor:
             job=job.identity,
             digest=shared.digest,
             settings=shared.values,
+            copied=rundir.newest_copied(settings.checkpoint_dir),
         )
         self.member = Member(
             rules(settings),

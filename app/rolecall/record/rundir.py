@@ -42,6 +42,8 @@ PAGE = "page.html"
 OUTPUT = "output.log"  # what `rolecall run --plain` prints, if the run is detached
 FILES = "files"  # a folder, for files of the job's own
 SINKS = ("tensorboard", "mlflow", "wandb")  # folders of the sinks
+COPIES = "copies"  # a folder, for copies of a run's checkpoints that a member holds
+NEWEST = "newest.json"  # in it: the newest generation, and the newest checkpoint that was held anywhere, and by whom
 SHARDS = "shards"  # a folder with one of each checkpoint that has shards, called as the checkpoint
 CHECKPOINT_LOST = "checkpoint_lost"  # in DONE, if the last checkpoint could not be written
 OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, PAGE, TRACE, FILES, SHARDS, *SINKS)
@@ -166,6 +168,17 @@ def saved(directory: Path) -> list[tuple[int, int]]:
     """Generation and step of each checkpoint, by the files' names."""
     names = (NAME.fullmatch(entry.name) for entry in directory.iterdir())
     return [(int(match.group(1)), int(match.group(2))) for match in names if match]
+
+
+def newest_copied(directory: Path) -> int:
+    """The greatest generation that is known, or of which there is a checkpoint, in the copies beneath `directory`; 0 if
+    there are none."""
+    folder, known = directory / COPIES, 0
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        known = msgspec.json.decode((folder / NEWEST).read_bytes(), type=tuple[int, Any, Any])[0]
+    with contextlib.suppress(OSError):
+        known = max((known, *(generation for generation, _ in saved(folder))))
+    return known
 
 
 def newest_step(directory: Path) -> int:

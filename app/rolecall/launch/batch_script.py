@@ -149,6 +149,8 @@ def _srun(rank: str, job: Description, resources: Resources) -> str:
     """The command that starts all ranks, which are fewer than the job's tasks if it has room to spare: srun takes the
     CPUs of a task from no option of sbatch."""
     start = shlex.join([sys.executable, "-P", "-m", "rolecall.launch.on_batch_host"])
+    numbers = ",".join(f"$SLURM_JOB_ID_HET_GROUP_{n}" for n in range(len(job.roles)))
+    start += f' "{numbers if resources.roles else "$SLURM_JOB_ID"}" "$SLURMD_NODENAME"'
     cpus = "${{SLURM_CPUS_PER_TASK{0}:+--cpus-per-task=$SLURM_CPUS_PER_TASK{0}}}"
     if not resources.roles:
         return f"{start} --ntasks={job.ranks} {cpus.format('')} -- {rank} || code=$?"

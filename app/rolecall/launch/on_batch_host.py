@@ -1,5 +1,6 @@
-"""`python -m rolecall.launch.on_batch_host WORDS [: WORDS]...`: starts the ranks of a job on Slurm from its batch
-script, as one step; each part has the options of srun for a component, `--`, and the rank's command.
+"""`python -m rolecall.launch.on_batch_host NUMBER[,NUMBER]... HOST WORDS [: WORDS]...`: starts the ranks of a job on
+Slurm from its batch script on HOST, as one step. The numbers are those of its components; the words for each are
+options of srun, `--`, and the rank's command.
 
 Slurm takes a node that does not answer from a job with `--no-kill`. The step goes on, and the ranks of that node start
 on the others, each as a step. If it is the node of this process, the job would go on without its batch script: a task
@@ -9,13 +10,12 @@ on another node, `--guard`, has Slurm start the job again.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rolecall import placement
 
@@ -63,13 +63,10 @@ def moved(task: int, size: int, job: str, first: str) -> list[str]:
 
 
 class Batch:
-    """The ranks of the job that the batch script's `environ` is of."""
+    """The ranks of the job with components `jobs`, whose batch script runs on `host`."""
 
-    def __init__(self, words: Sequence[str], environ: Mapping[str, str]) -> None:
-        self._parts, self._job = parts_of(words), environ["SLURM_JOB_ID"]
-        self._host = environ["SLURMD_NODENAME"]
-        listed = [environ.get(f"SLURM_JOB_ID_HET_GROUP_{number}", "") for number in range(len(self._parts))]
-        self._jobs = listed if len(listed) > 1 else [self._job]
+    def __init__(self, jobs: Sequence[str], host: str, words: Sequence[str]) -> None:
+        self._jobs, self._job, self._host, self._parts = jobs, jobs[0], host, parts_of(words)
         self._places = list[tuple[str, int]]()
         self._first = ""  # the node of rank 0
         self._steps = dict[int, subprocess.Popen[bytes]]()  # of ranks that were moved
@@ -160,4 +157,4 @@ def _ask(*command: str) -> str:
 if __name__ == "__main__":
     if sys.argv[1] == "--guard":
         guard(*sys.argv[2:4])
-    sys.exit(Batch(sys.argv[1:], os.environ).run())
+    sys.exit(Batch(sys.argv[1].split(","), sys.argv[2], sys.argv[3:]).run())

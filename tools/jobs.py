@@ -173,7 +173,7 @@ def build(folder: str, kind: str, objects: list[Object], parts: list[Part], name
         "metadata": {"name": f"{folder}-{CHECKPOINTS}"},
         "spec": claim["spec"],
     }
-    jobs = [(part, job_spec(folder, kind, part, part is parts[0], names, claim["spec"])) for part in parts]
+    jobs = [(part, job_spec(folder, kind, part, part is parts[0], names)) for part in parts]
     for item in (master, headless, policy):
         del item["metadata"]["labels"]  # the kustomization's
     if kind == "job":
@@ -216,7 +216,7 @@ def with_notes(part: Part) -> Object:
     return {"metadata": {"annotations": notes}} if notes else {}
 
 
-def job_spec(folder: str, kind: str, part: Part, first: bool, names: dict[str, str], claim: Object) -> Object:
+def job_spec(folder: str, kind: str, part: Part, first: bool, names: dict[str, str]) -> Object:
     """The spec of the Job that runs `part`; `first`: rank 0 is in it."""
     template = copy.deepcopy(part.source["spec"]["template"])
     template["metadata"]["labels"][COMPONENT] = part.name
@@ -232,10 +232,9 @@ def job_spec(folder: str, kind: str, part: Part, first: bool, names: dict[str, s
     if kind == "indexed":
         pod["subdomain"] = folder
     if first:
-        pod["volumes"].append({"name": CHECKPOINTS, "persistentVolumeClaim": {"claimName": f"{folder}-{CHECKPOINTS}"}})
-    elif any(mount["name"] == CHECKPOINTS for mount in container["volumeMounts"]):
-        size = claim["resources"]["requests"]["storage"]
-        pod["volumes"].append({"name": CHECKPOINTS, "emptyDir": {"sizeLimit": size}})
+        (volume,) = [each for each in pod["volumes"] if each["name"] == CHECKPOINTS]
+        volume |= {"persistentVolumeClaim": {"claimName": f"{folder}-{CHECKPOINTS}"}}
+        del volume["emptyDir"]
     return {
         "completionMode": "Indexed",
         "completions": part.count,

@@ -51,6 +51,16 @@ SCALED = {
 }
 
 
+@pytest.mark.parametrize("name", ["rl", "rl-job", "rl-indexed", "job"])
+def test_without_a_claim_nothing_holds_a_rank_at_its_node(name: str, tmp_path: Path) -> None:
+    after = Rendering(name, extended(tmp_path, K8S / name, **component(tmp_path, "no-claim")))
+    assert not after.of_kind("PersistentVolumeClaim")
+    for one in after.ranks:
+        assert not one.claims
+        (mount,) = [each["name"] for each in one.container["volumeMounts"] if each["mountPath"] == "/checkpoints"]
+        assert {"name": mount, "emptyDir": {}} in one.pod["volumes"]
+
+
 # ---- the pages
 
 

@@ -80,6 +80,8 @@ class Cluster:
                 item["spec"] |= json.loads(options["patch"])["spec"]
                 self.write(item)
                 self.settle(item)
+            case ["patch", "pod", _]:  # nothing here has finalizers
+                return _fail("Error from server (NotFound): pods not found")
             case ["delete", "pod", name]:
                 self.delete_pod(name)
             case ["delete", kinds]:

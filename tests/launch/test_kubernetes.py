@@ -132,8 +132,7 @@ def test_what_a_role_needs_is_requested() -> None:
     for kind in ("limits", "requests"):
         given = pod["containers"][0]["resources"][kind]
         assert (given["cpu"], given["memory"], given["nvidia.com/gpu"]) == ("1.5", "8000M", "2")
-    assert pod["tolerations"]
-    assert "tolerations" not in other
+    assert [each["key"] for each in pod["tolerations"] if each not in other["tolerations"]] == ["nvidia.com/gpu"]
     assert "nvidia.com/gpu" not in other["containers"][0]["resources"]["limits"]
 
 
@@ -331,10 +330,17 @@ def test_a_run_whose_follower_was_killed_is_found(here: Path) -> None:
     until(lambda: "lead_0" in ask("ps", "mine"))
     assert "deleted the pod" in ask("kill", "mine", "helper-0", "--part", "pod")
     assert "helper gets 2 pods" in ask("scale", "mine", "helper=2")
+    cluster = fake_kubectl.Cluster()
+    (lost, *_) = [item for item in cluster.of({"Pod"}) if cluster.role(item) == "helper"]
+    lost["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"  # its kubelet has not ended it since
+    cluster.write(lost)
+    until(lambda: not cluster.path("Pod", lost["metadata"]["name"]).exists())
+    until(lambda: len([item for item in cluster.of({"Pod"}) if cluster.role(item) == "helper"]) == 2)
     ask("stop", "mine", "--now")
     printed = ended(again)
     assert again.returncode == INTERRUPTED, printed
     assert "found" in printed
+    assert f"({lost['metadata']['name']}@node1): lost with its node; another pod replaces it" in printed
 
 
 @pytest.mark.timeout(2 * DEADLINE)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rolecall import __main__, config
+from rolecall import __main__, config, placement
 from rolecall.config import Settings
 from rolecall.declare import registry
 from rolecall.errors import USAGE
-from rolecall.launch import followed
+from rolecall.launch import followed, on_batch_host
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = """#!/bin/bash
@@ -120,7 +120,40 @@ def test_roles_with_options_are_components(capsys: pytest.CaptureFixture[str]) -
     assert "--time=5" in agent
     assert "--mem" not in agent
     assert observer.endswith("--time=5 --mem=4G -c 2")
-    assert re.search(r"srun .*--het-group=0 .* rank --restarts 5 : --het-group=1 .* rank --restarts 5 ", text)
+    parts = [f" --het-group={number} --ntasks={number + 1} .* -- .* rank --restarts 5 " for number in range(2)]
+    assert re.search(":".join(parts), text)
+
+
+def test_ranks_of_a_lost_node_move_to_the_emptiest_of_their_component() -> None:
+    layout = """Job step layout:
+  3 tasks, 2 nodes (a1,a2)
+
+  Node 0 (a1), 2 task(s): 0 1
+  Node 1 (a2), 1 task(s): 2
+"""
+    places = on_batch_host.places_of([layout, "  Node 0 (b1), 1 task(s): 0\n"])
+    assert places == [("a1", 0), ("a1", 0), ("a2", 0), ("b1", 1)]
+    said = "71|a[1,3]\n72|b1\n"
+    nodes = on_batch_host.nodes_of(["71", "72"], said)
+    assert on_batch_host.moves_of(places, nodes) == {2: "a3"}
+    assert on_batch_host.moves_of(places, [["a2", "a3"], ["b1"]]) == {0: "a3", 1: "a2"}
+    words = ["-c", "2", "--", "rank", "5", ":", "--", "rank"]
+    assert on_batch_host.parts_of(words) == [(["-c", "2"], ["rank", "5"]), ([], ["rank"])]
+
+
+def test_a_rank_that_has_moved_has_its_place() -> None:
+    variables = {"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    variables |= {"SLURM_STEP_NODELIST": "a3", "SLURMD_NODENAME": "a3", "SLURM_HET_SIZE": "2"}
+    command = [*on_batch_host.moved(2, 4, "71", "a1"), "env"]
+    printed = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+    place = placement.find(dict(line.split("=", 1) for line in printed.splitlines()))
+    first = variables | {
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "2",
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NODELIST": "a[1-2]",
+    }
+    assert place == placement.find({name: value for name, value in first.items() if name != "SLURM_HET_SIZE"})
 
 
 def test_needs_of_roles_are_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

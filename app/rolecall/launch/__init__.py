@@ -24,6 +24,7 @@ local.py         All ranks of a job, as processes on this machine or on hosts: `
 logs.py          `rolecall logs`: what the ranks of a run have written
 needs.py         What each member of a role needs, as `--role` gives it, and how many it may have
 notebook.py      A run in a notebook: its state below the cell, until the run is over
+on_batch_host.py  On the first node of a job of Slurm: starts its ranks, and again those of a lost node
 on_hosts.py      `rolecall run --hosts`, or in containers: connects to them, and meanwhile describes the job here
 on_node.py       Kills a rank's processes on a node of Slurm
 output.py        What `rolecall run` prints, by a thread of its own: a terminal that is slow

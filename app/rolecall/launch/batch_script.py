@@ -1,4 +1,4 @@
-"""The batch script of a job on Slurm, whose ranks are the tasks of one srun."""
+"""The batch script of a job on Slurm, whose ranks `on_batch_host` starts."""
 
 from __future__ import annotations
 
@@ -133,6 +133,7 @@ def _head(job: Description, resources: Resources, directory: Path) -> list[str]:
         f"--job-name={shlex.quote(job.name)}",
         f"--output={shlex.quote(str(output_file(directory)))}",
         "--requeue",
+        "--no-kill",  # a lost node takes its ranks alone
         "--open-mode=append",
         f"--signal=TERM@{DRAIN_SECONDS}",
     ]
@@ -145,11 +146,16 @@ def _head(job: Description, resources: Resources, directory: Path) -> list[str]:
 
 
 def _srun(rank: str, job: Description, resources: Resources) -> str:
-    """The command that starts all ranks. A rank that ends does not end the others; srun takes the CPUs of a task from
-    no option of sbatch."""
-    srun = "srun --kill-on-bad-exit=0 --wait=0 --export=ALL --label"
+    """The command that starts all ranks, which are fewer than the job's tasks if it has room to spare: srun takes the
+    CPUs of a task from no option of sbatch."""
+    start = shlex.join([sys.executable, "-P", "-m", "rolecall.launch.on_batch_host"])
+    numbers = ",".join(f"$SLURM_JOB_ID_HET_GROUP_{n}" for n in range(len(job.roles)))
+    start += f' "{numbers if resources.roles else "$SLURM_JOB_ID"}" "$SLURMD_NODENAME"'
     cpus = "${{SLURM_CPUS_PER_TASK{0}:+--cpus-per-task=$SLURM_CPUS_PER_TASK{0}}}"
     if not resources.roles:
-        return f"{srun} {cpus.format('')} {rank} || code=$?"
-    parts = [f"--het-group={n} {cpus.format(f'_HET_GROUP_{n}')} {rank}" for n in range(len(job.roles))]
-    return f"{srun} {' : '.join(parts)} || code=$?"
+        return f"{start} --ntasks={job.ranks} {cpus.format('')} -- {rank} || code=$?"
+    parts = [
+        f"--het-group={n} --ntasks={role.count} {cpus.format(f'_HET_GROUP_{n}')} -- {rank}"
+        for n, role in enumerate(job.roles)
+    ]
+    return f"{start} {' : '.join(parts)} || code=$?"

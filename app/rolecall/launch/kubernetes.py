@@ -39,6 +39,7 @@ POLL_SECONDS = 0.3
 MOST_LINE = 2**20  # bytes of a line without an end
 ACT_SECONDS = 8.0  # for a command whose answer a user waits for
 AT_ONCE = ("--grace-period=0", "--force", "--wait=false")  # for `kubectl delete`
+NO_FINALIZERS = '{"metadata": {"finalizers": null}}'
 PART = "pod"  # what else can be killed of a rank
 NONE = "none-killed"
 
@@ -196,7 +197,7 @@ class Kubernetes:
         self._is_over = code is not None
         if rank0 and runs and code is None:
             await self._forward(rank0)
-        waits = seen.waits()
+        waits = await self._let_go([pod for pod in seen.pods if pod.is_lost]) or seen.waits()
         if not waits and (without := seen.without_pods()):
             waits = await self._why_none(without)
         return Seen(
@@ -207,6 +208,16 @@ class Kubernetes:
             code=code,
             reason=reason,
         )
+
+    async def _let_go(self, lost: list[Pod]) -> str:
+        """Deletes pods whose node is dead, which a Job would wait for. Returns a line that says so."""
+        for pod in lost:
+            with contextlib.suppress(MissingError):
+                await self._kubectl.run("delete", "pod", pod.name, "--ignore-not-found", *AT_ONCE)
+                # it stays for its Job, which would have its exit code
+                await self._kubectl.run("patch", "pod", pod.name, "--type=merge", f"--patch={NO_FINALIZERS}")
+        places = ", ".join(f"{name_of(pod.key)} ({pod.host})" for pod in lost)
+        return f"{places}: lost with its node; another pod replaces it" if lost else ""
 
     @property
     def _url(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 from rolecall.declare.describe import Description
 from rolecall.errors import CRASHED, FAILED, USAGE
@@ -21,6 +22,7 @@ FINAL = re.compile(
 )
 STARTING = ("ContainerCreating", "PodInitializing", "")
 OUT_OF_MEMORY = "OOMKilled"
+LOST = timedelta(seconds=15)  # beyond its grace period: its node's kubelet would have ended it
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,12 @@ class Pod:
     def is_leaving(self) -> bool:
         """Whether it was told to end."""
         return "deletionTimestamp" in self.item["metadata"]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it should have ended by now, and its node does not say so."""
+        until = self.item["metadata"].get("deletionTimestamp")
+        return bool(until) and not self.is_over and datetime.fromisoformat(until) + LOST < datetime.now(UTC)
 
     def state(self, kind: str) -> Object | None:
         """What the container's state says if it is that `kind`: waiting, running or terminated."""

@@ -27,10 +27,11 @@ LEFT = 143  # of a rank that SIGTERM stops: with 0 its place would count as done
 REPLACEMENTS = 6  # of a pod, after growing pauses; the rank itself is restarted in its container before that
 GRACE_SECONDS = 60  # for a pod to end by itself, or more with a longer DRAIN_TIMEOUT
 STORAGE = "10Gi"  # of the claim
+COPIES = "12Gi"  # on a node's disk: what the claim holds, and the log
 MOST_BYTES = 2**20  # that a ConfigMap holds
 MOST_NAME = 40  # characters: names of pods have the role's and more behind it
 # of a role that needs nothing else
-LIMITS = {"cpu": "2", "ephemeral-storage": "512Mi", "memory": "2Gi"}
+LIMITS = {"cpu": "2", "ephemeral-storage": COPIES, "memory": "2Gi"}
 REQUESTS = {"cpu": "250m", "ephemeral-storage": "128Mi", "memory": "512Mi"}
 USER = {
     "fsGroup": 10001,
@@ -40,6 +41,11 @@ USER = {
     "runAsUser": 10001,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+# of a dead node, which counts as one after 40 to 50 s
+LOST = [
+    {"effect": "NoExecute", "key": f"node.kubernetes.io/{key}", "operator": "Exists", "tolerationSeconds": 30}
+    for key in ("unreachable", "not-ready")
+]
 CONFINED = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -233,7 +239,6 @@ class Run:
 
     def _pod(self, role: RoleSpec, is_set: bool) -> Object:
         needs = self.job.needs[role.name]
-        is_first = role is self.job.roles[0]
         volumes: list[Object] = [
             {"emptyDir": {"medium": "Memory", "sizeLimit": "256Mi"}, "name": "tmp"},
             {"name": "job-token", "secret": {"defaultMode": 0o440, "optional": True, "secretName": self.name}},
@@ -241,10 +246,9 @@ class Run:
         if self.files:
             items = [{"key": f"file-{number}", "path": path} for number, path in enumerate(self.files)]
             volumes.append({"configMap": {"name": f"{self.name}-files", "items": items}, "name": "job"})
-        if is_first:
-            volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": self.claim}})
-        elif self.files:
-            volumes.append({"name": "checkpoints", "emptyDir": {"sizeLimit": "1Gi"}})
+        claim = {"persistentVolumeClaim": {"claimName": self.claim}}
+        # the others hold copies
+        volumes.append({"name": "checkpoints", **(claim if role is self.job.roles[0] else {"emptyDir": {}})})
         spread = {
             "labelSelector": {"matchLabels": self.labels},
             "maxSkew": 1,
@@ -263,7 +267,7 @@ class Run:
             "restartPolicy": "Never",
             "schedulerName": "default-scheduler",
             **({} if is_set else {"subdomain": self.name}),
-            **({"tolerations": [gpu]} if needs.gpus else {}),
+            "tolerations": LOST + [gpu] * bool(needs.gpus),
         }
 
     def _container(self, role: RoleSpec, needs: Needs, volumes: set[str]) -> Object:

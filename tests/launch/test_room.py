@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from rolecall.config import Settings
 from rolecall.launch import host, hosts, ssh
 from rolecall.launch.room import Room, Seat
 from rolecall.messages.hosts import Ready
@@ -95,7 +96,7 @@ def moved(shares: Sequence[str], copies: int = 0) -> tuple[dict[str, hosts.Place
     fakes = {name: Fake(name, name in shares) for name in "abc"}
     run.job = cast(Any, SimpleNamespace(needs=dict.fromkeys(("lead", "worker"), SimpleNamespace(gpus=None))))
     run.room, run._hosts, run._rank0, run._leader = room("a", hosts="abc"), cast(Any, fakes), "a", "lead_0"
-    run._directory, run._job_settings = Path("kept"), cast(Any, SimpleNamespace(checkpoint_copies=copies))
+    run._directory, run._job_settings = Path("kept"), Settings(job="rl", checkpoint_copies=copies)
 
     async def play() -> dict[str, hosts.Place]:
         places = {}
@@ -139,7 +140,8 @@ def test_rank_0_waits_where_its_checkpoints_are(monkeypatch: pytest.MonkeyPatch)
     places, shown = moved("")
     assert places["lead_0"].host == "a"
     assert [line for line in shown if "lead_0" in line] == [
-        f"lead_0: waits for {AWAY}: its checkpoints are not in c:kept; set CHECKPOINT_DIR to one that hosts share"
+        f"lead_0: waits for {AWAY}: its checkpoints are not in c:kept, and CHECKPOINT_COPIES=0; set CHECKPOINT_DIR to "
+        "one that hosts share"
     ]
     monkeypatch.setenv("MASTER_ADDR", "a.example")
     assert f"lead_0: waits for {AWAY}: MASTER_ADDR names it for the other ranks" in moved("bc", 1)[1]

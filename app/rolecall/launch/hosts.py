@@ -28,6 +28,7 @@ from rolecall.secret import read_token
 
 SCRIPT = "script"  # the job whose setting of that name is a user's file
 LOOPBACK = ("localhost", "127.", "::1")
+COPIES = 1  # the default of CHECKPOINT_COPIES
 LOOK_SECONDS = 5.0  # between two looks whether another host has room
 
 
@@ -190,7 +191,7 @@ class Hosts:
         token = read_token(Path(token_file)) if token_file else self._job_settings.token
         self._directory = directory
         return {
-            "CHECKPOINT_COPIES": "1",
+            "CHECKPOINT_COPIES": str(COPIES),
             **given(self.job),
             config.RUN: self._run,
             **({"JOB_TOKEN": token} if token else {}),
@@ -246,12 +247,14 @@ class Hosts:
             self._address = await self._address_of(host.host)
         except UsageError as error:
             return str(error)
-        shared = await host.take_over(self._directory, self._run)
-        if not shared and not getattr(self._job_settings, "checkpoint_copies", 0):
-            return (
-                f"its checkpoints are not in {host.host}:{self._directory}; set CHECKPOINT_DIR to one that hosts share"
-            )
-        return ""
+        settings = self._job_settings
+        copies = settings.checkpoint_copies if "checkpoint_copies" in settings.model_fields_set else COPIES
+        if await host.take_over(self._directory, self._run) or copies:
+            return ""
+        return (
+            f"its checkpoints are not in {host.host}:{self._directory}, and CHECKPOINT_COPIES=0; set CHECKPOINT_DIR to "
+            "one that hosts share"
+        )
 
     async def _follow(self, place: Place) -> None:
         """Has all ranks, and this machine, reach rank 0 at its new host."""

@@ -114,14 +114,16 @@ def host(on: On) -> dict[str, float]:
 def _lose(job: Program, hosts: SshHosts, file: Path) -> dict[str, float]:
     kept = hosts.homes[HOSTS[0]] / "kept"
     hosts.network.cut(HOSTS[0])
+    job.until(lambda: not hosts.processes(HOSTS[0]), DEADLINE, "the end of its ranks")
     newest = max(int(re.findall(r"\d+", path.stem)[-1]) for path in kept.glob("checkpoint-*.pt"))
-    cut = time.monotonic()
-    job.until(lambda: not hosts.processes(HOSTS[0]) or None, DEADLINE, "the end of its ranks")
     shutil.rmtree(kept)
     before = steps_of(file)
+    log = job.folder / "log"
+    job.until(lambda: " moves from " in log.read_text(errors="replace"), DEADLINE, "the move of rank 0")
+    moved = time.monotonic()
     after = job.until(lambda: steps_of(file)[len(before) :], DEADLINE, "the next step")[0]
     return {
-        "machine_s": after.at - cut - HOST_SECONDS,
+        "machine_s": after.at - moved,
         "steps_lost": before[-1].number - after.number + 1,
         "steps_since_checkpoint": before[-1].number - newest,
     }

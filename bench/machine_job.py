@@ -19,7 +19,7 @@ class Machine(Settings):
     min_members: int = 1
     state_mb: int = 100
     work_seconds: float = 0.02
-    steps_file: Path
+    steps_file: Path = Path("steps")
 
 
 class Step(NamedTuple):

@@ -38,7 +38,8 @@ EXAMPLES = (
 
 def printed(job: Cluster, rank: int) -> list[str]:
     """The lines of a rank's log that the program has printed."""
-    return [line for line in job.member(rank).text().splitlines() if line[:1].islower()]
+    lines = job.member(rank).text().splitlines()
+    return [line for line in lines if line[:1].islower() and not line.startswith("rolecall: ")]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)

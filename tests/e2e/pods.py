@@ -136,8 +136,8 @@ class Engine:
         volumes = {given["name"]: given for given in spec["volumes"]}
         for mount in container["volumeMounts"]:
             given = volumes.get(mount["name"], {})
-            if "emptyDir" in given:
-                size = given["emptyDir"]["sizeLimit"].removesuffix("i").lower()
+            if "emptyDir" in given and mount["mountPath"] not in ranks.claims:
+                size = given["emptyDir"].get("sizeLimit", limits["ephemeral-storage"]).removesuffix("i").lower()
                 arguments += ["--tmpfs", f"{mount['mountPath']}:{SCRATCH},size={size}"]
             elif "configMap" in given or "secret" in given:
                 folder = self.secret if "secret" in given else self.folder

@@ -15,11 +15,13 @@ IMAGE ?= rolecall
 # push: the tag, if not the build's name; the platforms (of `wheels` too), if not this machine's or all
 TAG ?=
 PLATFORMS ?=
-# chaos: the job, how many events, the seed of their sequence, and processes that keep the machine busy beside it
+# chaos: the job, how many events, the seed of their sequence, processes that keep the machine busy beside it, and the
+# only kind of events
 JOB ?= rl
 KILLS ?= 50
 SEED ?= 1
 LOAD ?= 0
+ONLY ?=
 # settings of the job, such as "UPDATE_MODE=local WIRE_DTYPE=int8"
 SET ?=
 # Kubernetes: the installed kubectl, or a downloaded one; a kustomization of your own to check
@@ -269,8 +271,8 @@ bench-rl-quality: $(READY) ## measures how well rl learns beside Stable-Baseline
 bench-peers: $(READY) ## measures rl's speed beside the libraries of make peers (2 hours; BENCH_JSON=FILE, ARGS="--quick")
 	$(BIN)/python -m bench.bench_peers $(ARGS)
 
-chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0 SET="NAME=VALUE ...")
-	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)" $(addprefix --set ,$(SET))
+chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0 ONLY= SET="NAME=VALUE ...")
+	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)" $(addprefix --only ,$(ONLY)) $(addprefix --set ,$(SET))
 
 docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards, the PrometheusRule and the Jobs of k8s/ from the code
 	$(BIN)/python -m tools.tables

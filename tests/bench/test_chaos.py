@@ -61,6 +61,7 @@ def test_events_hurt_ranks_that_are_there(seed: int) -> None:
 def test_no_cuts_without_a_network_and_no_joins_in_a_fixed_job() -> None:
     assert not [event for event in plan(1, 100, 2.0, SHAPE, cuts=False) if event.kind == "cut"]
     assert not [event for event in plan(1, 100, 2.0, FIXED) if event.kind in ("join", "leave")]
+    assert all(event.kind.startswith("kill") for event in plan(1, 100, 2.0, SHAPE, only="kill"))
 
 
 # ---- steps from samples

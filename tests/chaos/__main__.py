@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rolecall.declare import registry
 from tests.chaos import jobs, report
 from tests.chaos.network import Network, NetworkError
-from tests.chaos.plan import plan
+from tests.chaos.plan import KINDS, plan
 from tests.chaos.ranks import tail
 from tests.chaos.soak import Soak
 
@@ -44,7 +44,8 @@ def main() -> int:
                 progress.console.print(f"{stamp} {line}", markup=False, highlight=False, soft_wrap=True)
 
             soak = Soak(arguments.job, arguments.seed, network if namespaces else None, say, dict(arguments.set))
-            events = plan(arguments.seed, arguments.kills, arguments.gap, soak.shape, cuts=namespaces)
+            count, gap = arguments.kills, arguments.gap
+            events = plan(arguments.seed, count, gap, soak.shape, cuts=namespaces, only=arguments.only)
             soak.run(events, lambda done: progress.update(task, completed=done))
         return _conclude(soak, arguments, console)
     except KeyboardInterrupt:
@@ -105,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", choices=jobs.SOAKS, default="rl")
     parser.add_argument("--kills", type=int, default=50, metavar="N", help="events (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the sequence of events (default: %(default)s)")
+    kinds = tuple(dict.fromkeys(kind.split()[0] for kind in KINDS if kind not in ("join", "leave")))
+    parser.add_argument("--only", choices=kinds, default="", help="events of this kind alone")
     gap = "mean seconds from a recovery to the next event (default: %(default)s)"
     parser.add_argument("--gap", type=float, default=2.0, metavar="S", help=gap)
     setting = "a setting of the job, e.g. UPDATE_MODE=local; repeatable"

@@ -23,7 +23,7 @@ from tests.integration.cluster import ROOT
 from tests.roles import counter
 
 EVALUATION_DEADLINE = 120.0
-RUN_DEADLINE = 1200.0
+RUN_DEADLINE = 3600.0  # of as many steps as hours of events leave time for
 
 
 @dataclass(frozen=True)

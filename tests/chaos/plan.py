@@ -87,10 +87,11 @@ class Event:
         return f"{self.kind}{whom}" + (f" ({self.seconds:.1f} s)" if self.seconds else "")
 
 
-def plan(seed: int, count: int, gap: float, shape: Shape, cuts: bool = True) -> list[Event]:
-    """`count` events with `gap` seconds between two in the mean; without `cuts` where there is no network to cut."""
+def plan(seed: int, count: int, gap: float, shape: Shape, cuts: bool = True, only: str = "") -> list[Event]:
+    """`count` events with `gap` seconds between two in the mean; without `cuts` where there is no network to cut. Their
+    kinds begin with `only`."""
     rng = random.Random(seed)
-    cards = _cards(rng, cuts, bool(shape.elastic))
+    cards = _cards(rng, cuts, bool(shape.elastic), only)
     present = list(shape.ranks)
     events = []
     for number in range(1, count + 1):
@@ -110,12 +111,12 @@ def plan(seed: int, count: int, gap: float, shape: Shape, cuts: bool = True) -> 
     return events
 
 
-def _cards(rng: random.Random, cuts: bool, elastic: bool) -> Iterator[tuple[str, str]]:
+def _cards(rng: random.Random, cuts: bool, elastic: bool, only: str) -> Iterator[tuple[str, str]]:
     deck = [
         (kind, target)
         for kind, target, count in DECK
         for _ in range(count)
-        if (cuts or kind != "cut") and (elastic or kind not in ("join", "leave"))
+        if (cuts or kind != "cut") and (elastic or kind not in ("join", "leave")) and kind.startswith(only)
     ]
     while True:
         rng.shuffle(deck)

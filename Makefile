@@ -15,8 +15,8 @@ IMAGE ?= rolecall
 # push: the tag, if not the build's name; the platforms (of `wheels` too), if not this machine's or all
 TAG ?=
 PLATFORMS ?=
-# chaos: the job, how many events, the seed of their sequence, processes that keep the machine busy beside it, and the
-# only kind of events
+# chaos: the job, how many events, the seed of their sequence, processes that keep the machine busy beside it, and what
+# the kinds of events begin with, such as "kill" or "kill worker"
 JOB ?= rl
 KILLS ?= 50
 SEED ?= 1
@@ -272,7 +272,7 @@ bench-peers: $(READY) ## measures rl's speed beside the libraries of make peers 
 	$(BIN)/python -m bench.bench_peers $(ARGS)
 
 chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0 ONLY= SET="NAME=VALUE ...")
-	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)" $(addprefix --only ,$(ONLY)) $(addprefix --set ,$(SET))
+	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)" $(if $(ONLY),--only "$(ONLY)") $(addprefix --set ,$(SET))
 
 docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards, the PrometheusRule and the Jobs of k8s/ from the code
 	$(BIN)/python -m tools.tables

@@ -106,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", choices=jobs.SOAKS, default="rl")
     parser.add_argument("--kills", type=int, default=50, metavar="N", help="events (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the sequence of events (default: %(default)s)")
-    kinds = tuple(dict.fromkeys(kind.split()[0] for kind in KINDS if kind not in ("join", "leave")))
-    parser.add_argument("--only", choices=kinds, default="", help="events of this kind alone")
+    kinds = tuple(dict.fromkeys(each for kind in KINDS for each in (kind.split()[0], kind)))
+    parser.add_argument("--only", choices=kinds, default="", help="events whose kind begins so")
     gap = "mean seconds from a recovery to the next event (default: %(default)s)"
     parser.add_argument("--gap", type=float, default=2.0, metavar="S", help=gap)
     setting = "a setting of the job, e.g. UPDATE_MODE=local; repeatable"

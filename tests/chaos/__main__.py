@@ -43,9 +43,13 @@ def main() -> int:
                 stamp = datetime.now(UTC).strftime("%H:%M:%S.%f")[:-4]
                 progress.console.print(f"{stamp} {line}", markup=False, highlight=False, soft_wrap=True)
 
+            count, gap, shape = arguments.kills, arguments.gap, jobs.shape(arguments.job)
+            try:
+                events = plan(arguments.seed, count, gap, shape, cuts=namespaces, only=arguments.only)
+            except ValueError as error:
+                console.print(f"--only: {error}", markup=False, highlight=False)
+                return 2
             soak = Soak(arguments.job, arguments.seed, network if namespaces else None, say, dict(arguments.set))
-            count, gap = arguments.kills, arguments.gap
-            events = plan(arguments.seed, count, gap, soak.shape, cuts=namespaces, only=arguments.only)
             soak.run(events, lambda done: progress.update(task, completed=done))
         return _conclude(soak, arguments, console)
     except KeyboardInterrupt:

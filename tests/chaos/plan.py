@@ -89,7 +89,7 @@ class Event:
 
 def plan(seed: int, count: int, gap: float, shape: Shape, cuts: bool = True, only: str = "") -> list[Event]:
     """`count` events with `gap` seconds between two in the mean; without `cuts` where there is no network to cut. Their
-    kinds begin with `only`."""
+    kinds begin with `only`; raises ValueError if there are none."""
     rng = random.Random(seed)
     cards = _cards(rng, cuts, bool(shape.elastic), only)
     present = list(shape.ranks)
@@ -118,6 +118,8 @@ def _cards(rng: random.Random, cuts: bool, elastic: bool, only: str) -> Iterator
         for _ in range(count)
         if (cuts or kind != "cut") and (elastic or kind not in ("join", "leave")) and kind.startswith(only)
     ]
+    if not deck:
+        raise ValueError(f"this job has no events {only!r} here")
     while True:
         rng.shuffle(deck)
         yield from deck

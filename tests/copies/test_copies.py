@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from rolecall.copies import keeping
 from rolecall.copies.store import CopyError, File, Listing, Store
-from rolecall.errors import UsageError
+from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.record import rundir
 from rolecall.weights.manifest import CHUNK_BYTES, digests_of
 from tests.context.contexts import value
@@ -105,6 +106,38 @@ def test_without_the_newest_copy_the_run_does_not_go_on(members: Members, fault:
         snapshot = members.newest()
         assert snapshot is not None
         assert snapshot.step == 2
+
+
+@pytest.mark.parametrize(
+    ("failures", "resumed"),
+    [
+        ([CallTimeoutError("a has not answered")] * 2, True),
+        ([CallTimeoutError("a has not answered"), PeerLostError("a was lost")], False),
+        ([CopyError("newest.json: is damaged")], False),
+    ],
+    ids=["silent for a while", "silent, then lost", "its disk is broken"],
+)
+def test_a_member_that_does_not_answer_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: list[Exception], resumed: bool
+) -> None:
+    monkeypatch.setattr(keeping, "LOOK_SECONDS", 0.01)
+    members, left = Members(tmp_path, "a", rejoin_timeout=60.0), [*failures]
+    members.write(9)
+    lose_disk(members)
+
+    def answer(name: str, method: str, value: Any) -> Any:
+        if method == "copies_claim" and left:
+            error = left.pop(0)
+            if isinstance(error, PeerLostError):
+                del members.stores[name]
+            raise error
+        return value
+
+    members.answer = answer
+    snapshot = members.newest()
+    assert (snapshot is not None) == resumed
+    assert not left
+    members.keeper.close()
 
 
 def test_a_holder_that_is_lost_is_replaced(members: Members) -> None:

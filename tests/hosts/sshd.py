@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.network import Network
+from tests.integration.cluster import ROOT
 
 SSHD = "/usr/sbin/sshd"
 PORT = 2222
@@ -77,8 +78,8 @@ class SshHosts:
             f"Port {PORT}\nListenAddress {address}\nHostKey {self.folder / 'host'}\nAuthorizedKeysFile {keys}\n"
             f"PidFile none\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\n"
             f"PermitRootLogin prohibit-password\nMaxStartups 100\n"
-            # a home and a temporary folder for each host, as on machines of their own
-            f"SetEnv HOME={home} TMPDIR={home / 'tmp'}\n"
+            # a home and a temporary folder for each host, as on machines of their own; what tests name is installed
+            f"SetEnv HOME={home} TMPDIR={home / 'tmp'} PYTHONPATH={ROOT}\n"
             f'ForceCommand cd {home} && eval "$SSH_ORIGINAL_COMMAND"\n'
         )
         self._servers.append(subprocess.Popen([*self.prefixes[name], SSHD, "-D", "-e", "-f", str(config)],

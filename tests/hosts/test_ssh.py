@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,23 +12,33 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rolecall.checkpoint import checkpoint
 from rolecall.errors import USAGE
 from rolecall.launch.rank_process import INTERRUPTED
 from rolecall.observe import targets
+from rolecall.record import rundir
+from tests.chaos.jobs import counted
 from tests.hosts import sshd
 from tests.hosts.sshd import SshHosts
+from tests.integration.cluster import ROOT
 
 pytestmark = pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing())
 NAMES = ("a", "b", "c", "d")
 DEADLINE = 120.0
 END_SECONDS = 25.0  # for the ranks of a host that is cut off
 JOB = str(Path(__file__).with_name("patient.py"))
+SMALL = ("--hosts", "d,a,b,c", "--threads", "1")
+BLOBS = ("--dataset", "tests.integration.learning:blobs", "--model", "tests.integration.learning:slow_noisy")
+PS = ("ps", *SMALL, *BLOBS, "--batch-size", "6", "--epochs", "25")
+UPDATES = 150
+TEACHING = ("--taught", "10", "--updates", f"{UPDATES}", "--goal", "2", "--rewards", "1")
+GRPO = (str(ROOT / "examples" / "grpo.py"), *SMALL, *TEACHING, "--width", "16", "--groups", "4")
 
 
 @pytest.fixture(scope="module")
@@ -172,42 +183,67 @@ def test_a_cut_host_ends_its_ranks_and_gets_them_again(hosts: SshHosts, start: C
     nothing_is_left(hosts, run)
 
 
+def copied(hosts: SshHosts, kept: str, among: Sequence[str] = NAMES) -> str:
+    """The newest checkpoint of which members on these hosts hold a copy, if it has steps."""
+    files = [path.name for name in among for path in (hosts.homes[name] / kept / rundir.COPIES).glob("checkpoint-*.pt")]
+    return max((file for file in files if not file.endswith(f"-{0:010}.pt")), default="")
+
+
+@pytest.mark.timeout(400)  # of three runs, on a busy machine
 def test_ranks_of_a_host_that_stays_away_go_to_others(hosts: SshHosts, folder: Path) -> None:
-    """Two runs share the cut: one has rank 0 elsewhere, the other there."""
-    patience = ("--host-timeout", "20", "--checkpoint-interval", "1", "--resume", "0")
-    shared = folder / "moves" / "kept"  # of all hosts
+    """Three runs share the cut: one has rank 0 elsewhere, the others there, whose disk is lost with it."""
+    patience = ("--host-timeout", "20", "--checkpoint-interval", "0.5", "--resume", "0")
     some = ("--workers", "3", "--hosts", "a,b,c,d", "--role", "keeper=d,b")
-    with (
-        contextlib.closing(Run(hosts, folder / "stays", f"{JOB}:KEPT", *some, *patience, kept="stays")) as stays,
-        contextlib.closing(
-            Run(hosts, folder / "moves", JOB, "--workers", "2", "--hosts", "d,a,b", *patience, kept=str(shared))
-        ) as moves,
-    ):
-        for run in (stays, moves):
-            run.until(lambda run=run: run.step() > 40)  # type: ignore[misc]
+    with contextlib.ExitStack() as stack:
+
+        def begin(kept: str, *words: str) -> Run:
+            return stack.enter_context(contextlib.closing(Run(hosts, folder / kept, *words, *patience, kept=kept)))
+
+        stays = begin("stays", f"{JOB}:KEPT", *some)
+        grpo = begin("grpo", *GRPO)
+        grpo.until(lambda: "this run as a page" in grpo.shown)  # ps starts faster, and neither is to end before the cut
+        moves = {"learner_0": grpo, "ps_0": begin("ps", *PS)}
+        for run in moves.values():
+            run.until(lambda run=run: copied(hosts, run.kept, "abc"))  # type: ignore[misc]
+        stays.until(lambda: stays.step() > 40)
         hosts.network.cut("d")
         try:
             for process in clients(hosts):
                 if "d" in process.cmdline():
                     process.kill()  # it would notice the cut in 15 s
+            stays.until(lambda: not hosts.processes("d"))
+            newest = {rank: copied(hosts, run.kept, "abc") for rank, run in moves.items()}
             why = "moves from d, away for HOST_TIMEOUT=20 s, to"
             stays.until(lambda: f"worker_2: {why} a\n" in stays.shown and f"keeper_0: {why} b\n" in stays.shown)
             before = stays.step()
             stays.until(lambda: stays.step() > before + 10)
             assert stays.places() == {
                 "lead_0": "a", "worker_0": "b", "worker_1": "c", "worker_2": "a", "keeper_0": "b"}  # fmt: skip
-            assert f"lead_0: {why} a; the other ranks start again with it\n" in moves.shown
-            moves.until(lambda: moves.step() > 40)
-            assert moves.places() == {"lead_0": "a", "worker_0": "a", "worker_1": "b"}
-            for place in (hosts.homes["a"] / "stays", shared):
-                (place / "over").touch()
-            for run in (stays, moves):
+            (hosts.homes["a"] / "stays" / "over").touch()
+            assert stays.process.wait(DEADLINE) == 0, stays.shown
+            for rank, run in moves.items():
                 assert run.process.wait(DEADLINE) == 0, run.shown
-            assert moves.shown.splitlines()[-1].endswith(f"checkpoints and report in a:{shared}")
-            assert not [*shared.glob("earlier-*")]
+                found = re.search(rf"{rank}: {why} ([abc]); the other ranks start again with it\n", run.shown)
+                assert found, run.shown
+                assert re.findall(r"resumed .*file=(\S+)", run.shown) == [newest[rank]]
+                assert run.shown.splitlines()[-1].endswith(f"checkpoints and report in {found[1]}:{run.kept}")
+                require_result(hosts.homes[found[1]] / run.kept, rank)
         finally:
             hosts.network.heal("d")
         nothing_is_left(hosts, stays)
+
+
+def require_result(directory: Path, rank: str) -> None:
+    """The run of which `rank` was rank 0 has made all its steps, and the checkpoint and the report say so."""
+    summary = json.loads((directory / rundir.SUMMARY).read_text())
+    assert summary["state"] == "finished"
+    newest = checkpoint.Checkpoints(directory, summary["job"]).newest()
+    assert newest is not None
+    assert newest.step == summary["steps"]
+    if rank == "ps_0":
+        assert not counted(newest.state["ledger"], json.loads((directory / rundir.DONE).read_text()))
+    else:
+        assert (summary["steps"], newest.state["tokens"]) == (UPDATES, summary["result"]["tokens"])
 
 
 def test_a_killed_run_leaves_nothing_on_hosts(hosts: SshHosts, start: Callable[..., Run]) -> None:

@@ -30,6 +30,18 @@ head -n 1 "$answers"
 [ -e "$answers.last" ] || echo 3 > "$(cat "$(dirname "$0")/sbatch.folder")/slurm-exit-code"
 """
 SCONTROL = "#!/bin/bash\necho NodeName=$3 NodeAddr=10.0.0.7\n"
+# a guard ends at once, and the step as soon as there were enough of them
+SRUN = """#!/bin/bash
+here=$(dirname "$0")
+case "$*" in *--guard*) echo "$@" >> "$here/guards"; exit;; esac
+touch "$here/guards"
+for _ in {1..1000}; do [ "$(wc -l < "$here/guards")" -ge "$GUARDS" ] && exit 5; sleep 0.02; done
+"""
+# the step is there at the second look
+SATTACH = """#!/bin/bash
+[ -e "$0.asked" ] || { touch "$0.asked"; exit 1; }
+echo "  Node 0 (a1), 1 task(s): 0"
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +151,23 @@ def test_ranks_of_a_lost_node_move_to_the_emptiest_of_their_component() -> None:
     assert on_batch_host.moves_of(places, [["a2", "a3"], ["b1"]]) == {0: "a3", 1: "a2"}
     words = ["-c", "2", "--", "rank", "5", ":", "--", "rank"]
     assert on_batch_host.parts_of(words) == [(["-c", "2"], ["rank", "5"]), ([], ["rank"])]
+
+
+@pytest.mark.parametrize(("guards", "seconds"), [(1, 1e9), (2, 0.0)], ids=["from the first look", "again if it ended"])
+def test_a_guard_starts_on_another_node(
+    monkeypatch: pytest.MonkeyPatch, slurm: Path, guards: int, seconds: float
+) -> None:
+    for name, text in {"srun": SRUN, "sattach": SATTACH}.items():
+        (slurm / name).write_text(text)
+        (slurm / name).chmod(0o755)
+    squeue(slurm, "71|a[1-2]", ends=False)
+    monkeypatch.setenv("GUARDS", str(guards))
+    for name, value in {"ASK_SECONDS": seconds, "START_SECONDS": 0.01, "POLL_SECONDS": 0.01}.items():
+        monkeypatch.setattr(on_batch_host, name, value)
+    assert on_batch_host.Batch(["71"], "a1", ["--ntasks=1", "--", "rank"]).run() == 5
+    for line in (slurm / "guards").read_text().splitlines():
+        assert "--overlap --nodes=1 --ntasks=1 --nodelist=a2 " in line
+        assert line.endswith(" --guard 71 a1")
 
 
 def test_a_rank_that_has_moved_has_its_place() -> None:

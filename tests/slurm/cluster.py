@@ -140,6 +140,15 @@ class Slurm:
                     found.append(process)
         return found
 
+    def tasks(self, name: str, word: str) -> list[psutil.Process]:
+        """The tasks of jobs on a node whose command has `word`."""
+        found = []
+        for process in self.processes(name, "python"):
+            with contextlib.suppress(psutil.Error):
+                if word in process.cmdline():
+                    found.append(process)
+        return found
+
     def _run(self, host: str, *command: str) -> None:
         enter = ["nsenter", f"--net=/run/netns/{self._spaces[host]}"] if host in self._spaces else []
         with (self.folder / f"{host}-{command[0]}.out").open("ab") as output:

@@ -69,15 +69,28 @@ class Keeper(Copies):
         wait = 0.0 if method in QUICK else self._settings.phase_timeout
         return connection.ask(name, method, *args, wait=wait).result
 
-    def _claims(self) -> dict[str, Claim]:
-        """What the members say, and this machine's disk."""
+    def _claims(self, patience: float = 0.0) -> dict[str, Claim]:
+        """What the members say, and this machine's disk. A member that is silent may hold the newest checkpoint: it is
+        asked again while it is here, for `patience` seconds at most."""
         generation, claims = self._checkpoints.generation, dict[str, Claim]()
-        asked = {name: self._ask(name, "copies_claim", generation) for name in (self._here.me, *self._members())}
-        for name, answer in asked.items():
-            try:
-                claims[name] = answer()
-            except Problem as error:  # it was lost, or its disk fails: others may know what it holds
-                self.logger.warning("a member does not say which copies it holds", member=name, problem=str(error))
+        names, told, end = [self._here.me, *self._members()], set[str](), time.monotonic() + patience
+        while names:
+            asked, names = {name: self._ask(name, "copies_claim", generation) for name in names}, []
+            for name, answer in asked.items():
+                try:
+                    claims[name] = answer()
+                except Problem as error:  # it was lost, or its disk fails: others may know what it holds
+                    if name not in told:
+                        self.logger.warning(
+                            "a member does not say which copies it holds", member=name, problem=str(error)
+                        )
+                    told.add(name)
+                    if isinstance(error, CallError) and not error.is_remote and time.monotonic() < end:
+                        names.append(name)
+            if names:
+                with self._changed:
+                    self._changed.wait(LOOK_SECONDS)
+                names = [name for name in names if name in self._members()]
         self._machines |= {name: claim.machine for name, claim in claims.items()}
         return claims
 
@@ -86,7 +99,7 @@ class Keeper(Copies):
     def restore(self) -> None:
         """The newest checkpoint that members hold is on rank 0's disk from now on. Waits for a member that has it, for
         REJOIN_TIMEOUT at most; raises UsageError if it does not come, or if no copy can be used."""
-        claims = self._claims()
+        claims = self._claims(self._settings.rejoin_timeout)
         mine = max(self._mine.held(), default=None)
         if mine is None and not self._settings.resume:
             for name in claims:
@@ -104,7 +117,7 @@ class Keeper(Copies):
             return False
         self._repaired.add(checkpoint)
         older = max((stem for stem in self._mine.held() if stem < checkpoint), default=None)
-        source = choice.source(older, self._claims())
+        source = choice.source(older, self._claims(self._settings.rejoin_timeout))
         if source is not None:
             self._bring(source)
         return source is not None

@@ -24,6 +24,7 @@ ONE = ("--overlap", "--nodes=1", "--ntasks=1")  # a step beside the others, whic
 ASK = ("squeue", "--noheader", "--states=all", "--format=%A|%N")
 ANSWER_SECONDS = 60.0  # for a command of Slurm's
 ASK_SECONDS = 10.0  # between two questions which nodes the job has
+START_SECONDS = 1.0  # until the step is there
 POLL_SECONDS = 0.2  # between two looks whether the step has ended
 LAYOUT = re.compile(r"^\s*Node \d+ \((\S+)\), \d+ task\(s\): (.*)$", re.MULTILINE)
 
@@ -81,7 +82,7 @@ class Batch:
         step, asked = subprocess.Popen([*SRUN, "--label", *joined]), time.monotonic()
         while step.poll() is None:
             time.sleep(POLL_SECONDS)
-            if time.monotonic() - asked > ASK_SECONDS:
+            if time.monotonic() - asked > (ASK_SECONDS if self._places else START_SECONDS):
                 self._look()
                 asked = time.monotonic()
         for moved_step in self._steps.values():  # rank 0, which is none of them, has ended the job
@@ -91,19 +92,21 @@ class Batch:
         return max(step.returncode, *self._codes)
 
     def _look(self) -> None:
-        """Starts ranks again whose node has gone."""
+        """Starts ranks again whose node has gone, and the guard."""
         if not self._places:
             layouts = [_ask("sattach", "--layout", f"{job}.0") for job in self._jobs]
             self._places = places_of(layouts) if all(layouts) else []
-            self._first = self._places[0][0] if self._places else ""
-            return
+            if not self._places:  # the step, whose number ranks know, is to be the first
+                return
+            self._first = self._places[0][0]
         nodes = nodes_of(self._jobs, _ask(*ASK, f"--jobs={self._job}"))
         if not all(nodes):  # there was no answer
             return
         for task, node in moves_of(self._places, nodes).items():
             self._move(task, node)
         others = [node for each in nodes for node in each if node != self._host]
-        if others and self._guarded_from not in others:
+        ended = self._guard is not None and self._guard.poll() is not None
+        if others and (ended or self._guarded_from not in others):
             self._guarded_from = others[0]
             command = (sys.executable, "-P", "-m", "rolecall.launch.on_batch_host", "--guard", self._job, self._host)
             null = subprocess.DEVNULL

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rolecall.copies import keeping
 from rolecall.copies.store import CopyError, File, Listing, Store
@@ -72,6 +73,35 @@ def test_an_older_disk_is_brought_up_to_date(members: Members) -> None:
     snapshot = members.newest()
     assert snapshot is not None
     assert snapshot.step == 2
+
+
+@pytest.mark.parametrize("is_copied", [True, False], ids=["once more", "as it is copied"])
+def test_another_checkpoint_of_the_same_step_is_copied(members: Members, is_copied: bool) -> None:
+    base = members.shard(1, "base", 1.0)
+
+    def write(number: float) -> None:
+        shards = {"table": [base, members.shard(1, f"rest-{number}", number)]}
+        members.checkpoints.write(1, {"numbers": torch.full((9,), number)}, shards=shards)
+
+    def answer(name: str, method: str, value: Any) -> Any:
+        if method == "copies_begin" and not again_once:
+            again_once.append(None)
+            write(2.0)
+        return value
+
+    again_once = [None] if is_copied else []
+    members.answer = answer
+    write(1.0)
+    members.keeper.wait()
+    if is_copied:
+        write(2.0)
+        members.keeper.wait()
+    lose_disk(members)
+    snapshot = members.newest()
+    assert snapshot is not None
+    assert snapshot.state["numbers"].unique().tolist() == [2.0]
+    assert snapshot.state["table"]["rows"].unique().tolist() == [2.0]
+    assert not value(members.metrics.checkpoint_copy_failures)
 
 
 def test_a_torn_checkpoint_is_replaced_by_its_copy(members: Members) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Copies
@@ -29,6 +29,14 @@ QUICK = ("copies_claim", "copies_note", "copies_forget")  # methods whose answer
 Problem = (CallError, CopyError, ShardError, UsageError, OSError)
 
 
+class Wanted(NamedTuple):
+    """A checkpoint that members are to hold, as rank 0's disk has it since the write of this `number`: one of the same
+    step may take its place."""
+
+    checkpoint: Stem
+    number: int
+
+
 class Keeper(Copies):
     """The copies of `checkpoints`, each at `settings.checkpoint_copies` members; `here` are those on this machine.
     `connect` waits up to some seconds for the generation, and `members` returns the other ones that are in it."""
@@ -47,9 +55,9 @@ class Keeper(Copies):
         self._mine = Store(checkpoints.directory, here.me, checkpoints.job)
         self._repaired = set[Stem]()
         self._machines = dict[str, str]()  # of members that were asked
-        self._holders = dict[str, Stem]()  # who holds what of this generation
+        self._holders = dict[str, Wanted]()  # who holds what of this generation
         self._changed = threading.Condition()
-        self._wanted: Stem | None = None  # the newest checkpoint
+        self._wanted: Wanted | None = None  # the newest checkpoint
         self._changes = self._done = 0  # of what is wanted or who is there; and with how many it has dealt
         self._over = False
         self._logged_at = float("-inf")
@@ -183,7 +191,7 @@ class Keeper(Copies):
     def written(self, name: str) -> None:
         """Members are to hold the checkpoint of this file name, which is on disk. Does not wait."""
         with self._changed:
-            self._wanted = _stem(name)
+            self._wanted = Wanted(_stem(name), self._wanted.number + 1 if self._wanted else 0)
             self._notify()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
@@ -229,25 +237,25 @@ class Keeper(Copies):
                 elif self._changes == changes:
                     self._changed.wait(RETRY_SECONDS)
 
-    def _copy(self, checkpoint: Stem) -> str:
+    def _copy(self, wanted: Wanted) -> str:
         """Has as many members as are wanted hold `checkpoint`. Returns what went wrong, which is logged."""
-        count, problem = self._settings.checkpoint_copies, ""
+        count, checkpoint, problem = self._settings.checkpoint_copies, wanted.checkpoint, ""
         try:
             machines = self._machine_of_each()
             chosen = choice.holders(machines, machine_id(), count, self._holders)
             listing: Listing | None = None
             for name in chosen:
-                if self._holders.get(name) == checkpoint:
+                if self._holders.get(name) == wanted:
                     continue
                 try:
                     listing = listing or self._mine.copies_listing(checkpoint)
                     self._push(name, listing)
-                    self._holders[name] = checkpoint
+                    self._holders[name] = wanted
                 except Problem as error:
-                    if not self._mine.path(checkpoint).exists():
+                    if self._wanted != wanted or not self._mine.path(checkpoint).exists():
                         return ""  # a newer one has taken its place
                     problem = f"{name}: {error}"
-            self._note(checkpoint, [name for name in chosen if self._holders.get(name) == checkpoint], machines)
+            self._note(checkpoint, [name for name in chosen if self._holders.get(name) == wanted], machines)
             if len(chosen) < count and not self._short:
                 self.logger.warning("fewer members than copies", copies=len(chosen), wanted=count)
             self._short = len(chosen) < count

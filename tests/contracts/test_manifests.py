@@ -236,6 +236,18 @@ def test_rank_0_alone_keeps_something(rendered: Rendering) -> None:
             assert mounted.count(CHECKPOINTS) == 1
 
 
+def test_a_member_holds_a_copy_of_what_rank_0_keeps(rendered: Rendering) -> None:
+    """On its node's disk, within its limit, beside the log. An unmodified program has no checkpoints."""
+    claims = rendered.of_kind("PersistentVolumeClaim")
+    claims += [each for one in rendered.ranks for each in one.spec.get("volumeClaimTemplates", [])]
+    (kept,) = {int(each["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) for each in claims}
+    for one in rendered.ranks:
+        assert one.environment().get("CHECKPOINT_COPIES") == (None if rendered.runs == "script" else "1")
+        resources = one.container["resources"]
+        assert int(resources["limits"]["ephemeral-storage"].removesuffix("Gi")) > kept
+        assert resources["requests"]["ephemeral-storage"] == "128Mi"
+
+
 # ---- starting, stopping, replacing
 
 

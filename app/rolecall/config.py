@@ -105,7 +105,7 @@ class Settings(BaseSettings):
         ge=0,
         le=16,
         description="members that hold each checkpoint on their disk, on other machines than rank 0's where there are; "
-        "1 by default with --hosts",
+        "1 by default with --hosts and in pods",
     )
     on_finish: Literal["exit", "linger"] = Field(
         "exit", description="after the job: exit, or stay up and serve metrics (for pods that are always restarted)"

@@ -14,7 +14,7 @@ SOURCE = resources.files("rolecall") / "k8s"
 OWN = "job"  # a job file of the user's own
 JOBS = (*registry.JOBS, OWN)
 FOLDERS = {"ps": "ps-trainers"}  # where it is not the job's name
-SHARED = ("base", "components")
+SHARED = ("base", "components", "lost-pods")
 KINDS = ("", "-cuda", "-job", "-indexed")  # StatefulSets, those with GPUs, a JobSet, Indexed Jobs
 SUFFIXES = (".yaml", ".env", ".json")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from rolecall import config
 from rolecall.config import Settings
 from rolecall.declare import registry
+from rolecall.launch import lost_pods
 from tests import commands
 from tests.contracts.asked import SAMPLES, SELECTOR
 from tests.contracts.containers import ROOT
@@ -32,7 +34,7 @@ from tests.contracts.manifests import (
     rendering,
     validate,
 )
-from tools.jobs import INSTANCE, Object
+from tools.jobs import INSTANCE, Object, render
 
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 OPERATIONS = (ROOT / "docs" / "kubernetes-operations.md").read_text()
@@ -59,6 +61,36 @@ def test_without_a_claim_nothing_holds_a_rank_at_its_node(name: str, tmp_path: P
         assert not one.claims
         (mount,) = [each["name"] for each in one.container["volumeMounts"] if each["mountPath"] == "/checkpoints"]
         assert {"name": mount, "emptyDir": {}} in one.pod["volumes"]
+
+
+def test_what_lets_go_of_lost_pods_may_do_that_and_no_more() -> None:
+    objects = {item["kind"]: item for item in render(K8S / "lost-pods")}
+    assert set(objects) == {"ServiceAccount", "Role", "RoleBinding", "NetworkPolicy", "Deployment"}
+    for item in objects.values():
+        validate(item)
+        assert "namespace" not in item["metadata"]
+    assert objects["Role"]["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "delete"]},
+        {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]},
+    ]
+    (account, role) = (objects[kind]["metadata"]["name"] for kind in ("ServiceAccount", "Role"))
+    assert objects["RoleBinding"]["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    assert objects["RoleBinding"]["roleRef"]["name"] == role
+    deployment, policy, rank = objects["Deployment"]["spec"], objects["NetworkPolicy"]["spec"], rendering("rl").first
+    pod, labels = deployment["template"]["spec"], deployment["template"]["metadata"]["labels"]
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == (account, True)
+    # it alone is meant, and nobody reaches it; no rank is meant
+    assert policy["podSelector"] == deployment["selector"] == {"matchLabels": labels}
+    assert not rank.rendering.selected(policy["podSelector"])
+    assert (policy["policyTypes"], "ingress" in policy, policy["egress"]) == (["Ingress", "Egress"], False, [{}])
+    (container,) = pod["containers"]
+    assert container["image"] == "rolecall:cpu"
+    assert find_spec(container["command"][-1])
+    assert container["command"][:-1] == ["/usr/bin/tini", "--", "python", "-m"]
+    assert container["securityContext"] == rank.container["securityContext"]
+    assert pod["securityContext"].items() <= rank.pod["securityContext"].items()
+    assert pod["tolerations"] == rank.pod["tolerations"]  # it is elsewhere before the ranks of its node are due
+    assert lost_pods.LISTED["labelSelector"] == "app.kubernetes.io/name=" + rank.labels()["app.kubernetes.io/name"]
 
 
 # ---- the pages

@@ -63,7 +63,7 @@ def test_the_jobs_that_end_are_what_the_generator_writes() -> None:
 
 
 def test_every_job_has_its_folders_and_they_live_side_by_side_in_a_namespace() -> None:
-    folders = {path.parent.name for path in K8S.glob("*/kustomization.yaml")} - {"base"}
+    folders = {path.parent.name for path in K8S.glob("*/kustomization.yaml")} - {"base", "lost-pods"}
     assert folders == {*OVERLAYS, *ENDING}
     assert {rendering(name).runs for name in (*JOBS, *GENERIC)} == {*registry.JOBS, "/job"}
     every = [rendering(name) for name in (*JOBS, *GENERIC)]
@@ -234,6 +234,18 @@ def test_rank_0_alone_keeps_something(rendered: Rendering) -> None:
         else:
             assert not one.claims  # the copies that it holds are on its node's disk
             assert mounted.count(CHECKPOINTS) == 1
+
+
+def test_a_member_holds_a_copy_of_what_rank_0_keeps(rendered: Rendering) -> None:
+    """On its node's disk, within its limit, beside the log. An unmodified program has no checkpoints."""
+    claims = rendered.of_kind("PersistentVolumeClaim")
+    claims += [each for one in rendered.ranks for each in one.spec.get("volumeClaimTemplates", [])]
+    (kept,) = {int(each["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) for each in claims}
+    for one in rendered.ranks:
+        assert one.environment().get("CHECKPOINT_COPIES") == (None if rendered.runs == "script" else "1")
+        resources = one.container["resources"]
+        assert int(resources["limits"]["ephemeral-storage"].removesuffix("Gi")) > kept
+        assert resources["requests"]["ephemeral-storage"] == "128Mi"
 
 
 # ---- starting, stopping, replacing

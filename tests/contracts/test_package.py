@@ -330,7 +330,7 @@ for words in {[*(["manifests", job] for job in jobs), ["new", "mine"]]}:
         if path.is_file():
             assert path.read_text() == (K8S / path.relative_to(tmp_path / "k8s")).read_text()
     kinds = {path.parent.name for folder in jobs.values() for path in K8S.glob(f"{folder}*/kustomization.yaml")}
-    assert {path.name for path in (tmp_path / "k8s").iterdir()} == {*kinds, "base", "components"}
+    assert {path.name for path in (tmp_path / "k8s").iterdir()} == {*kinds, "base", "components", "lost-pods"}
     assert {"mine.py", "compose.yaml", "kustomization.yaml"} <= {path.name for path in (tmp_path / "mine").iterdir()}
 
 

@@ -19,7 +19,7 @@ from tools.jobs import Object
 
 NAME = "registry.example/team/rolecall"
 DIGESTS = {"cpu": f"sha256:{'a' * 64}", "cuda": f"sha256:{'b' * 64}"}
-FOLDERS = sorted(path.parent.name for path in K8S.glob("*/kustomization.yaml") if path.parent.name != "base")
+FOLDERS = sorted({path.parent.name for path in K8S.glob("*/kustomization.yaml")} - {"base", "lost-pods"})
 KINDS = {
     kind: [folder for folder in FOLDERS if (re.findall(r"-(cuda|indexed|job)$", folder) or ["plain"])[0] == kind]
     for kind in ("plain", "cuda", "indexed", "job")

@@ -384,7 +384,9 @@ def test_without_kubectl_a_line_says_so_and_a_dry_run_needs_none(
     assert capfd.readouterr().err.startswith("rolecall: kubectl: cannot be run (No such file or directory); install")
     assert __main__.main(["run", "rl", "--on", "kubernetes", "--dry-run"]) == 0
     printed = capfd.readouterr().out
-    kinds = [item["kind"] for item in json.loads(printed)["items"]]
+    items = json.loads(printed)["items"]
+    kinds = [item["kind"] for item in items]
     assert kinds == ["Service", "Service", "NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Job", "Job"]
+    assert items[4]["data"]["CHECKPOINT_COPIES"] == "1"
     assert "a-token" not in printed
     assert not [*here.glob("runs")]

@@ -22,6 +22,7 @@ kubectl.py       kubectl: runs it, and says in a line what is wrong if it fails
 kubernetes.py    `rolecall run --on kubernetes`: pods of Jobs, which kubectl submits, asks for, and ends
 local.py         All ranks of a job, as processes on this machine or on hosts: `rolecall run JOB`
 logs.py          `rolecall logs`: what the ranks of a run have written
+lost_pods.py     In a pod of its own: lets go of ranks' pods that a dead node holds
 needs.py         What each member of a role needs, as `--role` gives it, and how many it may have
 notebook.py      A run in a notebook: its state below the cell, until the run is over
 on_batch_host.py  On the first node of a job of Slurm: starts its ranks, and again those of a lost node

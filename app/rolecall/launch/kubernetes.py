@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from rolecall import config
@@ -55,6 +56,7 @@ class Kubernetes:
         for name in ("CHECKPOINT_DIR", "METRICS_PORT", "METRICS_BIND_ADDR"):  # pods have theirs
             given.pop(name, None)
         self._secrets = {name: given.pop(name.upper()) for name in sent.secrets if name.upper() in given}
+        given.setdefault("CHECKPOINT_COPIES", str(hosts.COPIES))
         variables = {**given, "JOB": sent.target, "ON_FINISH": "exit", "LEAVE_CODE": str(pods.LEFT)}
         if self._secrets:
             variables[config.SECRETS] = pods.SECRETS
@@ -76,6 +78,7 @@ class Kubernetes:
         self._seen = Items(job, ())
         self._known_since = ""  # what ranks have written until then is here
         self._is_over, self._has_begun = False, False
+        self._clock: tuple[datetime, float] | None = None  # the API server's, and this machine's monotonic one
         self._port: socket.socket | None = None  # bound to this machine's port for rank 0's page
         self._forwarding: tuple[str, asyncio.subprocess.Process] | None = None  # the pod's uid, and kubectl
 
@@ -197,7 +200,7 @@ class Kubernetes:
         self._is_over = code is not None
         if rank0 and runs and code is None:
             await self._forward(rank0)
-        waits = await self._let_go([pod for pod in seen.pods if pod.is_lost]) or seen.waits()
+        waits = await self._let_go(await self._lost(seen)) or seen.waits()
         if not waits and (without := seen.without_pods()):
             waits = await self._why_none(without)
         return Seen(
@@ -208,6 +211,20 @@ class Kubernetes:
             code=code,
             reason=reason,
         )
+
+    async def _lost(self, seen: Items) -> list[Pod]:
+        """The pods that their node should have ended by now, by the API server's clock, which is asked for once."""
+        if not any(pod.is_leaving for pod in seen.pods):
+            return []
+        if self._clock is None:
+            try:
+                asked = await self._kubectl.run("auth", "whoami", "--output=jsonpath={.metadata.creationTimestamp}")
+                self._clock = datetime.fromisoformat(asked), time.monotonic()
+            except (UsageError, ValueError):  # asked again at the next look
+                return []
+        asked_at, since = self._clock
+        now = asked_at + timedelta(seconds=time.monotonic() - since)
+        return [pod for pod in seen.pods if pod.is_lost(now)]
 
     async def _let_go(self, lost: list[Pod]) -> str:
         """Deletes pods whose node is dead, which a Job would wait for. Returns a line that says so."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from rolecall.declare.describe import Description
 from rolecall.errors import CRASHED, FAILED, USAGE
@@ -58,11 +58,17 @@ class Pod:
         """Whether it was told to end."""
         return "deletionTimestamp" in self.item["metadata"]
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether it should have ended by now, and its node does not say so."""
+    def is_lost(self, now: datetime) -> bool:
+        """Whether it should have ended before `now` at the API server, and its node does not say so."""
         until = self.item["metadata"].get("deletionTimestamp")
-        return bool(until) and not self.is_over and datetime.fromisoformat(until) + LOST < datetime.now(UTC)
+        return bool(until) and not self.is_over and datetime.fromisoformat(until) + LOST < now
+
+    def is_lost_with_its_node(self, now: datetime) -> bool:
+        """Whether, besides, Kubernetes has told it to end because its node does not answer."""
+        return self.is_lost(now) and any(
+            condition["type"] == "DisruptionTarget" and condition.get("reason") == "DeletionByTaintManager"
+            for condition in self.item["status"].get("conditions", [])
+        )
 
     def state(self, kind: str) -> Object | None:
         """What the container's state says if it is that `kind`: waiting, running or terminated."""

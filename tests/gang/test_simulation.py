@@ -46,6 +46,8 @@ def test_schedules() -> None:
         assert {f"ambush while {phase}" for phase in PHASES} <= faults
         assert {what.split()[1] for what in faults if what.startswith("ambush ")} >= {m.split()[0] for m in MOMENTS}
         assert {"freeze supervisor", "second coordinator kept out", "number refused by the disk"} <= faults
+        assert {"rank 0's disk lost", "disk lost", "rank 0 on an old disk", "tear"} <= faults
+        assert {"checkpoint brought back", "wait for a holder"} <= faults
         assert {"slow disk", "hanging disk", "jump clock", "no forks", "kill spares"} <= faults
         assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= faults
 

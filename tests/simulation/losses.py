@@ -41,8 +41,8 @@ def lose_first_disk(simulation: Simulation, random: Random) -> None:
     simulation.disk, first.machine, first.store = disk, machine, store
     simulation.promises.loses_first_disk()
     holders = [rank for rank in simulation.ranks if rank.store.held and rank.role.elastic]
-    for rank in holders if random.random() < 0.5 else ():
-        _lose_machine(simulation, rank.machine, random.uniform(15, 40), wiped=False)
+    for rank in holders if random.random() < 0.6 else ():
+        _lose_machine(simulation, rank.machine, random.uniform(20, 40), wiped=False)
 
 
 def lose_disk(simulation: Simulation, random: Random) -> None:

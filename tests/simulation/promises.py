@@ -33,6 +33,11 @@
 - The gang knows whom rank 0's worker has given up, once nothing happens any more. A message tells of no more losses
   than it may hold.
 - No finished step is lost by a drain, and none by an order to drain that a worker is never told of.
+- With copies: training goes on from no older checkpoint than a member that is there holds, or remembers to be held. If
+  that does not come back, the job fails, though not before a wait for a holder that is away, nor if a member has it.
+  A checkpoint that was copied and noted outlives as many disks as it has copies on other machines than rank 0's; there
+  are as many as are wanted, if there are so many members and machines. A member takes no copy of an older generation
+  than it knows, and belongs to none; nor does a number come again while a member that is in knows it.
 - Once nothing happens any more, the job trains, or is over and everybody knows, within `SETTLE` seconds; also
   where an elastic rank that it can do without stays cut off. In as long again, every member of an elastic role that
   stays is in.
@@ -548,7 +553,7 @@ class Promises:
             return
         self.trains()
         assert self.simulation.lead is not None
-        outside = ", ".join(map(name_of, self.simulation.outside(self.simulation.lead.gang)))
+        outside = ", ".join(map(name_of, self.simulation.outside(self.simulation.lead.gang))) or "a copy"
         self.fail(f"not in {2 * SETTLE:g} s after everybody was well: {outside}")
 
 

@@ -122,7 +122,7 @@ class Schedule:
                 rank.cut_to = rank.cut_from = 0.0
             rank.frozen_until = rank.dies_young = rank.forks_fail_until = 0.0
             rank.slow = 0.0, 0.0
-            rank.away_until = min(rank.away_until, clock.now + 2 * LEASE)
+            rank.away_until = min(rank.away_until, clock.now + (16.0 if rank.role.elastic else 2 * LEASE))
         for process in (*simulation.all_workers, *(rank.supervisor for rank in simulation.ranks)):
             if process:
                 process.frozen_until = 0.0
@@ -130,7 +130,7 @@ class Schedule:
             thaw(simulation, rank)
             if rank.wanted and not rank.is_up and not simulation.over:
                 clock.at(clock.random.uniform(0, 2), None, simulation.start, rank)
-        settle = SETTLE
+        settle = 1.5 * SETTLE if simulation.copies else SETTLE  # machines are away for longer than a lease
         if simulation.doomed:
             # failures may be some generations apart, with pauses in between; the deaths that it takes are a lease apart
             settle = 2 * SETTLE if simulation.doom == "raises" else 3 * SETTLE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rolecall.copies import choice
-from rolecall.copies.choice import Claim, Source, Stem
+from rolecall.copies.choice import Claim, Known, Return, Source, Stem
 
 OLD, NEW, LATER = (1, 90), (2, 10), (2, 20)
 
@@ -45,3 +45,37 @@ def test_copies_are_held_by_other_machines_where_there_are_some(
     machines: dict[str, str], count: int, before: list[str], expected: list[str]
 ) -> None:
     assert choice.holders(machines, "here", count, before) == expected
+
+
+def test_no_older_checkpoint_comes_back_while_the_newest_is_waited_for() -> None:
+    """Also if the member that remembered it has gone meanwhile."""
+    claims = {"b": Claim("y", (), NEW, ("a",))}
+    back = Return(Source(NEW, (), ("a",)), claims, end=10.0)
+    assert (back.next(), back.awaited(9.0)) == (None, ["a"])
+    back.look({"c": Claim("z", (OLD,), OLD, ("c",))})
+    assert (back.next(), back.awaited(9.0)) == (None, ["a"])
+    back.look({"a": Claim("x", (NEW,), NEW, ("a",))})
+    assert (back.checkpoint, back.next()) == (NEW, "a")
+    back.look({"d": Claim("v", (LATER,))})
+    assert (back.checkpoint, back.next()) == (LATER, "d")
+
+
+def test_a_holder_that_is_lost_is_waited_for_and_one_with_a_torn_copy_is_not() -> None:
+    claims = {"a": Claim("x", (NEW,)), "b": Claim("y", (NEW,))}
+    back = Return(Source(NEW, ("a", "b")), claims, end=10.0)
+    back.failed("a", "was lost", lost=True)
+    back.failed("b", "is torn", lost=False)
+    assert (back.next(), back.awaited(9.0)) == (None, ["a"])
+    back.look(claims)
+    assert back.next() == "a"
+    back.failed("a", "was lost", lost=True)
+    assert back.awaited(10.0) == []
+    assert back.problem == "the copy at b cannot be used: is torn"
+
+
+def test_a_disk_remembers_the_newest() -> None:
+    known = Known().noted(Known(2, NEW, ("a",))).begun(3)
+    assert known == Known(3, NEW, ("a",))
+    assert known.begun(1).noted(Known(2, LATER, ("b",))) == known
+    assert known.noted(Known(3, LATER, ("b",))) == Known(3, LATER, ("b",))
+    assert (known.newest([OLD]), known.newest([(4, 0)])) == (3, 4)

@@ -22,6 +22,7 @@ MESSAGES = (
     *("Request", "Reply", "Cancelled"),  # between workers
 )
 MOMENTS = ("before", "under way", "after")  # it is not sent yet; it was sent; it was taken
+Fault = Callable[["Simulation", Random], None]
 STRIKES = (kill_rank, kill_rank, kill_supervisor, kill_the_worker, freeze, freeze_supervisor, orphan_frozen)
 
 
@@ -51,13 +52,19 @@ class Ambushes:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self._waiting: dict[str, list[Random]] = {}
+        self._faults: dict[str, list[tuple[Fault, Random]]] = {}
 
     def lie_in_wait(self, phase: str, random: Random) -> None:
         self._waiting.setdefault(phase, []).append(random)
         self.simulation.story.log(f"an ambush waits for {phase}")
 
+    def prepare(self, phase: str, fault: Fault, random: Random) -> None:
+        """The fault comes soon after something comes to `phase`."""
+        self._faults.setdefault(phase, []).append((fault, random))
+
     def call_off(self) -> None:
         self._waiting.clear()
+        self._faults.clear()
 
     # -- phases
 
@@ -66,6 +73,12 @@ class Ambushes:
         for random in self._waiting.pop(phase, ()):
             within = 0.15 if phase == "writing" else random.choice((0.0, 0.1, 0.5, 2.0))
             self.simulation.clock.at(random.uniform(0, within), None, self._strike, phase, random)
+        for fault, random in self._faults.pop(phase, ()):
+            self.simulation.clock.at(random.uniform(0, random.choice((0.1, 1.0))), None, self._happen, fault, random)
+
+    def _happen(self, fault: Fault, random: Random) -> None:
+        if self.simulation.schedule.calm_at is None:
+            fault(self.simulation, random)
 
     def _strike(self, phase: str, random: Random) -> None:
         simulation = self.simulation

@@ -34,6 +34,8 @@ import pytest
 TESTS = Path(__file__).parents[1]
 LIST = TESTS / "gang" / "mutations.list"
 CORES = ("gang", "life", "links")
+FILES = ("copies/choice.py", "wire/session.py")  # of other rooms
+ROOMS = (*CORES, *(file.partition("/")[0] for file in FILES))
 SECONDS = 60.0  # of processor time, within which a mutant has to be caught
 BUSY = 10  # times as long as that it may take on a busy machine
 OLD_WORKERS = r"old worker believed alive|runs beside generation"
@@ -63,9 +65,9 @@ class Mutant:
 
 
 def sources() -> list[Path]:
-    """The cores' files, and what ends with a worker's part in a generation."""
+    """The cores' files, what is decided about copies, and what ends with a worker's part in a generation."""
     app = TESTS.parent / "app" / "rolecall"
-    return [*(path for room in CORES for path in sorted((app / room).glob("*.py"))), app / "wire" / "session.py"]
+    return [*(path for room in CORES for path in sorted((app / room).glob("*.py"))), *map(app.joinpath, FILES)]
 
 
 def read() -> dict[str, Mutant]:
@@ -90,7 +92,7 @@ class Mutator(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not name.startswith(tuple(f"rolecall.{room}." for room in (*CORES, "wire"))):
+        if not name.startswith(tuple(f"rolecall.{room}." for room in ROOMS)):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec and spec.origin and self._mutant.before in (source := Path(spec.origin).read_text()):
@@ -182,7 +184,7 @@ def catch_all(names: Sequence[str] = (), *, rewrite: bool = False) -> int:
     are caught."""
     mutants, found = read(), dict[str, str]()
     print(f"{len(names or mutants)} broken rules, each in a process of its own ...", flush=True)
-    rows = {core: Counter[str]() for core in (*CORES, "wire")}
+    rows = {core: Counter[str]() for core in ROOMS}
     for mutant in mutants.values():
         if not names or mutant.name in names:
             found[mutant.name] = said = catch(mutant)

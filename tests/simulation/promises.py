@@ -33,6 +33,11 @@
 - The gang knows whom rank 0's worker has given up, once nothing happens any more. A message tells of no more losses
   than it may hold.
 - No finished step is lost by a drain, and none by an order to drain that a worker is never told of.
+- With copies: training goes on from no older checkpoint than a member that is there holds, or remembers to be held. If
+  that does not come back, the job fails, though not before a wait for a holder that is away, nor if a member has it.
+  A checkpoint that was copied and noted outlives as many disks as it has copies on other machines than rank 0's; there
+  are as many as are wanted, if there are so many members and machines. A member takes no copy of an older generation
+  than it knows, and belongs to none; nor does a number come again while a member that is in knows it.
 - Once nothing happens any more, the job trains, or is over and everybody knows, within `SETTLE` seconds; also
   where an elastic rank that it can do without stays cut off. In as long again, every member of an elastic role that
   stays is in.
@@ -43,8 +48,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from rolecall.copies.choice import Known, Stem
 from rolecall.gang.protocol import ACTIVE, ATTACHED, FENCE, OVER, Event, Heartbeat, Key, name_of
 from rolecall.life.parts import PartId
 from rolecall.life.process import WorkerLife
@@ -54,6 +61,7 @@ from tests.simulation.rules import AWAKE, EXAMINE, LEASE, MOST_LOSSES, ORPHAN, P
 
 if TYPE_CHECKING:
     from tests.simulation.coordinator import Coordinator
+    from tests.simulation.copies import Keeper, Store
     from tests.simulation.sessions import Request, Session
     from tests.simulation.simulation import Simulation
     from tests.simulation.supervisor import Supervisor
@@ -75,7 +83,13 @@ class Promises:
         self.kills = Counter[str]()  # of each member's worker
         self.loaded = 0  # newest generation whose worker 0 has read the checkpoints
         self.drained_step = 0
+        self.told: dict[Store, Known] = {}  # the newest generation and checkpoint that each disk was told of
+        self.copied: tuple[Stem, set[str]] | None = None  # the newest checkpoint that was, and to which other machines
+        self.copied_at = float("-inf")
+        self.lost_disks: set[str] = set()  # machines, since
+        self.first_lost = 0  # the newest generation when rank 0's disk was lost
         self.raised: list[str] = []
+        self.stranded: list[str] = []  # why the newest checkpoint does not come back
 
     # -- generations
 
@@ -91,8 +105,7 @@ class Promises:
     def begins(self, lead: Coordinator) -> None:
         simulation, number = self.simulation, lead.gang.generation.number
         self.log(f"generation {number}: {', '.join(map(name_of, lead.gang.generation.members))}")
-        if number <= self.newest:
-            self.fail(f"generation {number} begins after generation {self.newest}")
+        self._numbers_grow(lead, number)
         if simulation.disk.done is not None:
             self.fail(f"generation {number} begins after DONE")
         if simulation.disk.number != number:
@@ -113,6 +126,21 @@ class Promises:
         self.generations += 1
         simulation.all_workers = [worker for worker in simulation.all_workers if not worker.dead]
         self.clock.at(0, None, self._watch_all)
+
+    def _numbers_grow(self, lead: Coordinator, number: int) -> None:
+        """Also after the loss of rank 0's disk, by what the members' disks know."""
+        here = {member.heartbeat.incarnation for member in lead.gang.members.values()}
+        for rank in self.simulation.ranks:
+            if rank.supervisor and rank.supervisor.incarnation in here:
+                known = self._told(rank.store).generation
+                if number <= known:
+                    self.fail(f"generation {number} begins, and the disk of {rank.name} knows {known}")
+        if self.first_lost < number <= self.newest or (number <= self.newest and not self.first_lost):
+            self.fail(f"generation {number} begins after generation {self.newest}")
+        if number <= self.newest:  # nobody is left who knows
+            self.attachments = {each for each in self.attachments if each[0] < number}
+            self.loaded = min(self.loaded, number - 1)
+            self.first_lost = 0
 
     def numbered(self, number: int) -> None:
         """A generation's number is about to be on the disk."""
@@ -142,6 +170,8 @@ class Promises:
             self.fail(f"{part} is a worker that is not its rank's own")
         if worker.replaced_by is self.simulation.lead:
             self.fail(f"the worker of {name_of(key)} was to be replaced, and goes on as {part}")
+        if (known := self._told(worker.rank.store).generation) > generation:
+            self.fail(f"{part} begins, and its disk knows of generation {known}")
         self.attachments.add((generation, key, worker.join))
         self.knows(worker)
         disk = self.simulation.disk
@@ -284,8 +314,13 @@ class Promises:
 
     # -- what workers share
 
-    def trains_after(self, worker: Worker, step: int) -> None:
-        """Worker 0 has read the checkpoint of `step`."""
+    def trains_after(self, worker: Worker, checkpoint: Stem) -> None:
+        """Worker 0 has read that checkpoint."""
+        step = checkpoint[1]
+        for name, rank in self._asked(worker.keeper) if worker.keeper else ():
+            newer = max((*_whole(rank.store.held), self._told(rank.store).checkpoint or (0, 0)))
+            if newer > checkpoint:
+                self.fail(f"training goes on after {checkpoint}, and {name} knows or holds {newer}")
         if step < self.drained_step:
             self.fail(f"step {self.drained_step} was drained, and training goes on after {step}")
         self.loaded = max(self.loaded, worker.generation)
@@ -310,6 +345,79 @@ class Promises:
         if supervisor.status.generation == directive.generation and not worker.told:
             self.fail(f"{name_of(worker.key)} was never told to drain")
 
+    # -- copies
+
+    def _asked(self, keeper: Keeper) -> list[tuple[str, Rank]]:
+        """The members that have said what they hold, and are there."""
+        workers, number = self.simulation.workers, keeper.worker.generation
+        peers = {peer.name: (peer.role, peer.ordinal) for peer in keeper.session.attachment.members}
+        asked = [
+            (name, workers.get((number, peers[name]))) for name in keeper.claimed if name not in keeper.session.lost
+        ]
+        return [(name, worker.rank) for name, worker in asked if worker and worker.attached]
+
+    def _told(self, store: Store) -> Known:
+        return self.told.get(store, Known())
+
+    def tells(self, store: Store, generation: int) -> None:
+        """A member learned that `generation` has begun."""
+        before = self._told(store)
+        self.told[store] = before._replace(generation=max(before.generation, generation))
+
+    def remembers(self, store: Store, known: Known) -> None:
+        """A member learned of the newest checkpoint that is held."""
+        before = self._told(store)
+        if (before.generation, before.checkpoint or (0, 0)) <= (known.generation, known.checkpoint or (0, 0)):
+            self.told[store] = known
+
+    def takes_copy(self, store: Store, checkpoint: Stem) -> None:
+        """A member takes a copy."""
+        if checkpoint[0] < self._told(store).generation:
+            self.fail(f"{store.machine} takes a copy of {checkpoint}, and knew of generation {self._told(store)[0]}")
+
+    def notes(
+        self, keeper: Keeper, checkpoint: Stem, holders: Collection[str], machines: Mapping[str, str], *, well: bool
+    ) -> None:
+        """The members know who holds the newest checkpoint: as many as are wanted, on other machines than rank 0's, and
+        than each other's, if there are some."""
+        here, asked = keeper.here.machine, dict(self._asked(keeper))
+        wanted = min(self.simulation.copies, len({*machines.values()} - {here}))
+        others = {machines[name] for name in holders} - {here}
+        if well and (len(others) < wanted or len(holders) < min(self.simulation.copies, len(machines))):
+            self.fail(f"{', '.join(holders)} hold copies, and there are {', '.join(machines)}")
+        whole = {rank.machine for name, rank in asked.items() if name in holders and rank.store.held.get(checkpoint)}
+        self.copied, self.copied_at, self.lost_disks = (checkpoint, whole - {here}), self.clock.now, set()
+
+    def loses_disk(self, machine: str) -> None:
+        """A machine's disk is lost. A checkpoint that was copied outlives as many disks as it had copies."""
+        self.lost_disks.add(machine)
+        if self.copied is None or len(self.lost_disks) > len(self.copied[1]):
+            return
+        disks = [self.simulation.disk.held, *(rank.store.held for rank in self.simulation.ranks)]
+        if max(stem for held in disks for stem in (*_whole(held), (0, 0))) < self.copied[0]:
+            self.fail(f"{self.copied[0]} was copied, and is lost with {', '.join(sorted(self.lost_disks))}")
+
+    def loses_first_disk(self) -> None:
+        """Rank 0 begins on another disk: what was drained to it is where the members say."""
+        self.drained_step, self.first_lost = 0, self.newest
+
+    def gives_up(self, keeper: Keeper, checkpoint: Stem, problem: str, waited: float) -> None:
+        """The job fails, as nobody that is there has the newest checkpoint."""
+        self.stranded.append(problem)
+        there, known = keeper.claimed, [self._told(rank.store) for _, rank in self._asked(keeper)]
+        for rank in self.simulation.ranks if waited < RULES.rejoin_timeout else ():
+            name = name_of((rank.role.name, rank.ordinal or 0))
+            remembered = any(each.checkpoint == checkpoint and name in each.holders for each in known)
+            if remembered and rank.ordinal is not None and name not in there and rank.store.held.get(checkpoint):
+                self.fail(f"{name} is waited for only {waited:.1f} s: {problem}")
+        for name, rank in self._asked(keeper):
+            if rank.store.held.get(checkpoint):
+                self.fail(f"{name} holds it whole: {problem}")
+
+    def copied_since(self, time: float) -> bool:
+        """Whether members hold a copy, if there are to be some."""
+        return not self.simulation.copies or self.copied_at > time
+
     # -- who is in
 
     def given_up(self, key: Key, silence: float) -> None:
@@ -322,7 +430,9 @@ class Promises:
 
     def refused(self, rank: Rank, reason: str) -> None:
         self.log(f"{rank.name} is refused: {reason}")
-        if reason != "superseded" or self.simulation.twins == 0:
+        lead = self.simulation.lead
+        newer = lead is not None and self._told(rank.store).generation > lead.gang.generation.number
+        if not (reason == "copies" and newer) and (reason != "superseded" or self.simulation.twins == 0):
             self.fail(f"{rank.name} is refused: {reason}")
 
     # -- what the gang tells of
@@ -382,6 +492,8 @@ class Promises:
             really = killed is not None and self.kills[killed[1]] >= int(killed[2])
             if self.simulation.rules is RULES and not really:
                 self.fail(f"failed by its budget: {reason}")
+        elif any(problem in reason for problem in self.stranded):
+            pass
         elif reason not in self.raised:
             self.fail(f"failed by what never happened: {reason}")
         elif len(self.raised) < RULES.max_failures:
@@ -419,15 +531,31 @@ class Promises:
 
     def trains(self) -> None:
         """Everybody has been well for `SETTLE` seconds, and the schedule has not come to its end."""
+        if self._waits(self.trains):
+            return
         if self.simulation.doomed or not self.simulation.trains:
             state = "no coordinator"
             if lead := self.simulation.lead:
                 state = f"{lead.gang.state}, waiting for {lead.gang.missing(lead.owner.now)}"
             self.fail(f"not training {SETTLE:g} s after everybody was well: {state}")
 
+    def _waits(self, then: Callable[[], None]) -> bool:
+        """Whether rank 0's worker waits for one that holds the newest checkpoint: `then` is called later."""
+        worker = self.simulation.first.worker
+        left = worker.keeper.waits_until - self.clock.now if worker and worker.exists and worker.keeper else 0.0
+        if left > 0:
+            self.clock.at(left + SETTLE, None, then)
+        return left > 0
+
     def not_settled(self) -> None:
         """So it is after as long again, in which the longest backoff has ended."""
+        if self._waits(self.not_settled):
+            return
         self.trains()
         assert self.simulation.lead is not None
-        outside = ", ".join(map(name_of, self.simulation.outside(self.simulation.lead.gang)))
+        outside = ", ".join(map(name_of, self.simulation.outside(self.simulation.lead.gang))) or "a copy"
         self.fail(f"not in {2 * SETTLE:g} s after everybody was well: {outside}")
+
+
+def _whole(held: Mapping[Stem, bool]) -> Iterable[Stem]:
+    return (stem for stem, whole in held.items() if whole)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rolecall.gang.protocol import RoleSpec
+from tests.simulation.copies import Store
 
 if TYPE_CHECKING:
     from tests.simulation.supervisor import Supervisor
@@ -36,6 +37,13 @@ class Rank:
     processes: list[Worker] = field(default_factory=list)  # its workers that exist, or will
     forks_fail_until: float = 0.0
     clock_ahead: float = 0.0  # seconds by which its clock has jumped
+    machine: str = ""  # whose disk `store` is on; a node of its own, mostly
+    store: Store = field(init=False)
+    away_until: float = 0.0  # with its machine
+
+    def __post_init__(self) -> None:
+        self.machine = self.machine or self.node
+        self.store = Store(self.machine)
 
     @property
     def is_up(self) -> bool:

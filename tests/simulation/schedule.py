@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from tests.simulation import ambushes, faults, kills, newcomers, pauses
+from tests.simulation import ambushes, faults, kills, losses, newcomers, pauses
 from tests.simulation.ambushes import ambush, ambush_messages
 from tests.simulation.faults import (
     cut,
@@ -35,7 +35,7 @@ from tests.simulation.kills import (
 from tests.simulation.network import QUIET
 from tests.simulation.newcomers import add, replace_first, take_away, twin
 from tests.simulation.pauses import freeze, freeze_first, freeze_supervisor, orphan_first, thaw
-from tests.simulation.rules import SETTLE
+from tests.simulation.rules import LEASE, SETTLE
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -88,8 +88,13 @@ class Schedule:
         joins = Random(f"{simulation.seed} joins")
         if any(role.stays and role.elastic for role in simulation.roles) and joins.random() < 0.5:
             favourites = joins.choice(HARD_ON_JOINS)
+        copies = Random(f"{simulation.seed} losses")
+        if simulation.copies and copies.random() < 0.8:
+            favourites, length = copies.choice(losses.HARD_ON_COPIES), copies.uniform(15, 50)
         moments = [random.uniform(1, length) for _ in range(random.randint(1, 8))]
         burst, within = random.choice((0, 0, 1, 3, 6)), random.choice((0.3, 1.0, 3.0))
+        if favourites in losses.HARD_ON_COPIES:
+            moments, burst = moments[:4], min(burst, 1)
         for moment in moments:
             clock.at(moment, None, self._inject, random.choice(favourites), Random(random.random()))
             for _ in range(burst):  # and others follow at once
@@ -117,6 +122,7 @@ class Schedule:
                 rank.cut_to = rank.cut_from = 0.0
             rank.frozen_until = rank.dies_young = rank.forks_fail_until = 0.0
             rank.slow = 0.0, 0.0
+            rank.away_until = min(rank.away_until, clock.now + (16.0 if rank.role.elastic else 2 * LEASE))
         for process in (*simulation.all_workers, *(rank.supervisor for rank in simulation.ranks)):
             if process:
                 process.frozen_until = 0.0
@@ -124,7 +130,7 @@ class Schedule:
             thaw(simulation, rank)
             if rank.wanted and not rank.is_up and not simulation.over:
                 clock.at(clock.random.uniform(0, 2), None, simulation.start, rank)
-        settle = SETTLE
+        settle = 1.5 * SETTLE if simulation.copies else SETTLE  # machines are away for longer than a lease
         if simulation.doomed:
             # failures may be some generations apart, with pauses in between; the deaths that it takes are a lease apart
             settle = 2 * SETTLE if simulation.doom == "raises" else 3 * SETTLE

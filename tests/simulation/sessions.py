@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rolecall.declare.task import Attachment
 from rolecall.errors import PeerLostError
@@ -32,6 +32,7 @@ class Request:
     generation: int
     epoch: int
     internal: bool
+    arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Reply:
     """It repeats the arguments."""
 
     request: Request
+    value: Any = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Session:
         self._running: dict[tuple[Connection, int], float] = {}  # since when
         self.live: dict[Call, tuple[Request, Then]] = {}  # calls whose callers wait
         self._ticks_at = math.inf
+        self.answer: Any = None  # the last one
         # at rank 0
         self.addresses: dict[str, Session] = {}
         self._expected = {peer.name for peer in attachment.members}
@@ -143,7 +146,14 @@ class Session:
             self.take(self.core.joined(peer.name, peer.join))
             if peer.name in attachment.lost:
                 self.lose(peer.name)
+            elif peer not in before.values():
+                self._changed(peer.name)
         self._look()
+
+    def _changed(self, name: str) -> None:
+        """A peer has joined, or was lost."""
+        if self.worker.keeper:
+            self.worker.keeper.changed(name)
 
     def lose(self, name: str) -> bool:
         """Goes on without a peer. Returns False if it was lost before."""
@@ -153,7 +163,9 @@ class Session:
         self.lost.add(name)
         self.take(self.core.lose(name, peer.join, "it was lost"))
         self.given_up.add((name, peer.join))
-        self.simulation.promises.ends_calls(self, name, peer.join)
+        # after the other effects of the batch that this may be one of
+        self.clock.at(0, self.worker, self.simulation.promises.ends_calls, self, name, peer.join)
+        self._changed(name)
         self._look()
         return True
 
@@ -208,13 +220,22 @@ class Session:
 
     # -- calls
 
-    def call(self, to: str, method: str, seconds: float, then: Then, *, internal: bool = False) -> None:
+    def call(
+        self,
+        to: str,
+        method: str,
+        seconds: float,
+        then: Then,
+        *,
+        internal: bool = False,
+        arguments: tuple[Any, ...] = (),
+    ) -> None:
         """Calls a peer; `then` follows, with the error if there is one."""
         wait = 0.0 if internal else CONNECT_TIMEOUT
         deadline = Deadline(seconds, "TIMEOUT", wait=wait, wait_setting="CONNECT_TIMEOUT")
         call = Call(to, method, deadline, internal=internal)
         link = self.core.begin(call, self.worker.now)
-        request = Request(call.number, method, self.part.generation, self.core.peer(to).epoch, internal)
+        request = Request(call.number, method, self.part.generation, self.core.peer(to).epoch, internal, arguments)
         self.live[call] = request, then
         self.simulation.promises.calls(self, call)
         if link is not None:
@@ -357,17 +378,22 @@ class Session:
 
     def _executed(self, connection: Connection, request: Request) -> None:
         if self._running.pop((connection, request.number), None) is not None:
-            self._answer(connection, request)
+            value = None
+            if request.method.startswith("copies"):
+                worker, promises = self.worker, self.simulation.promises
+                value = worker.rank.store.perform(promises, worker, request.method, request.arguments)
+            self._answer(connection, request, value)
 
-    def _answer(self, connection: Connection, request: Request) -> None:
+    def _answer(self, connection: Connection, request: Request, value: Any = None) -> None:
         if self in connection.ends:
             self.simulation.promises.answers(self, request)
-            connection.answers.send(Reply(request))
+            connection.answers.send(Reply(request, value))
 
     def answered(self, connection: Connection, reply: Reply) -> None:
         """The answer of a call has come."""
         call = self.core.sent(reply.request.number, connection)
         if call is not None and self.core.answered(call, self.worker.now):
             self.simulation.promises.takes_answer(self, connection.callee, self.live[call][0], reply.request)
+            self.answer = reply.value
             self._finish(call, None)
         self.take(self.core.batch())

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rolecall.copies.choice import Stem
 from rolecall.gang.protocol import Budget, Key, Verdict
 
 if TYPE_CHECKING:
     from tests.simulation.clock import Clock
     from tests.simulation.supervisor import Supervisor
     from tests.simulation.worker import Worker
+
+KEPT = 3  # checkpoints
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Disk:
     done: dict[str, Any] | None = None
     failed: Verdict | None = None
     budget: Budget = field(default_factory=Budget)
-    newest: tuple[int, int] = (0, 0)  # generation and step of the newest checkpoint
+    held: dict[Stem, bool] = field(default_factory=dict)  # of each checkpoint, whether it is whole
     coordinator: Supervisor | None = None  # who locked it last
     writer: Worker | None = None
     refused: tuple[str, ...] = ()  # of "number", "done" and "checkpoint"
@@ -30,6 +33,17 @@ class Disk:
     done_refused: bool = False  # or the verdict
     hangs_until: float = 0.0  # nothing gets to it before
     slow_until: float = 0.0
+
+    @property
+    def newest(self) -> Stem:
+        """The newest checkpoint."""
+        return max(self.held, default=(0, 0))
+
+    def add(self, checkpoint: Stem) -> None:
+        """Another one, which leaves the newest ones there."""
+        self.held[checkpoint] = True
+        for old in sorted(self.held)[:-KEPT]:
+            del self.held[old]
 
     @property
     def greatest(self) -> int:

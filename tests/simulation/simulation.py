@@ -11,6 +11,8 @@ from rolecall.life.workers import SpareRules
 from tests.simulation.ambushes import Ambushes
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import Coordinator
+from tests.simulation.copies import Store
+from tests.simulation.kills import kill_rank
 from tests.simulation.network import Network
 from tests.simulation.promises import Promises
 from tests.simulation.rank import Rank
@@ -48,6 +50,9 @@ class Simulation:
         self.twins = 0
         self.trap = False
         self.over = ""
+        self.copies = Random(f"{seed} copies").choice((0,) * 9 + (1, 1, 2))  # of each checkpoint
+        self.machines = 0  # that were added
+        self.shelf: list[tuple[str, Disk, Store]] = []  # disks of rank 0 on machines that are away
         self.forgotten = False
         plan = Random(f"{seed} plan")
         self._draw_job(plan)
@@ -55,6 +60,9 @@ class Simulation:
 
     def _draw_job(self, random: Random) -> None:
         roles = random.choice(JOBS)
+        members = Random(f"{self.seed} members")
+        if self.copies and members.random() < 0.6:  # some may be away
+            roles = members.choice(JOBS[1:4])
         size = Random(f"{self.seed} size")
         if not self.size and size.random() < 0.04:
             self.size = size.randint(6, 30)
@@ -79,6 +87,14 @@ class Simulation:
                 configured = None if without or (assigned and role.elastic) else ordinal
                 self.ranks.append(Rank(role, configured, f"node{len(self.ranks)}", first, unnamed=without))
         self.first = self.ranks[0]  # where MASTER_ADDR leads to
+        if self.doomed:
+            self.copies = 0
+        crowd = Random(f"{self.seed} crowd")
+        if self.copies and crowd.random() < 0.4:  # some are on one machine
+            for rank in self.ranks[1:]:
+                if crowd.random() < 0.5:
+                    rank.machine = crowd.choice(self.ranks).machine
+                    rank.store = Store(rank.machine)
         for rank in self.ranks:
             self.clock.at(random.uniform(0, 2), None, self.start, rank)
 
@@ -108,7 +124,8 @@ class Simulation:
         lead = self.lead
         if lead is None or self.doomed or not self.trains:
             return None
-        return "training" if self.clock.now > calm_at + 1 and not self.outside(lead.gang) else None
+        well = self.clock.now > calm_at + 1 and not self.outside(lead.gang) and self.promises.copied_since(calm_at)
+        return "training" if well else None
 
     @property
     def trains(self) -> bool:
@@ -134,7 +151,9 @@ class Simulation:
     # -- the containers
 
     def start(self, rank: Rank) -> None:
-        if rank.wanted and not self.over and not rank.is_up:
+        if rank.away_until > self.clock.now:
+            self.clock.at(rank.away_until - self.clock.now, None, self.start, rank)
+        elif rank.wanted and not self.over and not rank.is_up:
             rank.frozen_until = 0.0
             if rank.first and self.disk.done_refused and self.disk.done is None:
                 self.forgotten = True  # it was logged as an error that a restart would train on
@@ -160,10 +179,22 @@ class Simulation:
             self.clock.at(self.clock.random.uniform(0.5, 3), None, self.start, rank)
 
     def refused(self, rank: Rank, reason: str) -> None:
-        """One of two containers of one ordinal is not let in, and goes."""
+        """One of two containers of one ordinal is not let in, and goes. With copies that rank 0 does not know of, all
+        are to be started again."""
         self.promises.refused(rank, reason)
+        if reason == "copies":
+            self.story.count("run with older copies ended")
+            for each in self.ranks:
+                self.hurt(each, 15, "is to start again with the others")
+            self.clock.at(self.clock.random.uniform(1, 3), None, self._end_run)
+            return
         self.twins -= 1
         rank.wanted = False
+
+    def _end_run(self) -> None:
+        """Somebody ends the run: it goes on once all are started again."""
+        if lead := self.lead:
+            kill_rank(self, self.clock.random, lead.owner.rank)
 
     def hurt(self, rank: Rank, seconds: float, what: str) -> None:
         """A fault of `rank`, which excuses it for so long."""

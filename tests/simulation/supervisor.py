@@ -37,7 +37,7 @@ class Supervisor(Process):
         simulation.incarnations += 1
         self.incarnation = f"{simulation.incarnations:04x}"
         role = "" if rank.unnamed else rank.role.name
-        me = Heartbeat(role, rank.ordinal, self.incarnation, sequence=0, node=rank.node)
+        me = Heartbeat(role, rank.ordinal, self.incarnation, sequence=0, node=rank.node, copied=self._copied())
         self.member = Member(RULES, me, lambda: self.status, now=self.now, is_rank0=rank.first)
         self.workers = RankWorkers(role, Times(LEASE, PHASE), spares=simulation.spares)
         self.processes: dict[int, Worker] = {}
@@ -52,6 +52,10 @@ class Supervisor(Process):
         self._ticks = 0
         self._due = math.inf  # when time passes for the workers
         self.clock.at(self.clock.random.uniform(0.1, 1.5), self, self._check, role)
+
+    def _copied(self) -> int:
+        """The newest generation that its disk knows of."""
+        return self.rank.store.known.newest(self.rank.store.held)
 
     @property
     def status(self) -> WorkerStatus:

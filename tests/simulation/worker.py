@@ -12,6 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from rolecall.checkpoint.checkpoint import CheckpointError, Checkpoints
+from rolecall.copies.choice import Stem
 from rolecall.declare.task import Attachment, Peer
 from rolecall.errors import PeerLostError
 from rolecall.gang.protocol import Outcome, name_of
@@ -21,6 +22,7 @@ from rolecall.life.workers import Make
 from rolecall.messages import worker as messages
 from rolecall.record.history import Start
 from tests.simulation.clock import Process
+from tests.simulation.copies import Keeper
 from tests.simulation.kills import kill_rank
 from tests.simulation.pipes import Pipe
 from tests.simulation.rules import (
@@ -74,6 +76,7 @@ class Worker(Process):
         self.replaced_by: Coordinator | None = None  # which wants another worker in its place
         self.session: Session | None = None
         self.loads = False
+        self.keeper: Keeper | None = None
         self.asked: set[str] = set()  # that have not answered the step under way
         self._tick_at = math.inf
 
@@ -216,6 +219,8 @@ class Worker(Process):
 
     def _begin(self, attachment: Attachment) -> None:
         self.attachment, self.session = attachment, Session(self, attachment)
+        if self.is_rank0 and self.simulation.copies:
+            self.keeper = Keeper(self)
         self.simulation.promises.attached(self)
         self.clock.at(self.clock.random.uniform(0.05, 0.5), self, self._meet, self.session)
         self.clock.at(CONNECT_TIMEOUT, self, self.not_met, self.part, None)
@@ -275,14 +280,20 @@ class Worker(Process):
             return
         self.running = True
         self.simulation.promises.comes_to(self, "runs", part)
-        if self.is_rank0:
-            self.base = self.simulation.disk.newest[1]
-            self.simulation.promises.trains_after(self, self.base)
-            self._report(Start(self.generation, self.base, time=0.0))
-            self.clock.at(STEP, self, self.work)
+        if self.keeper:
+            self.keeper.go(self.keeper.restore(self._train))
+        elif self.is_rank0:
+            self._train(self.simulation.disk.newest)
         else:
             self.clock.at(self.clock.random.choice((0.5, 5.0, 1000.0)), self, self._ran)
             self.clock.at(self.clock.random.uniform(0.1, 3), self, self._chat, self.session)
+
+    def _train(self, checkpoint: Stem) -> None:
+        """Worker 0 goes on from there."""
+        self.base = checkpoint[1]
+        self.simulation.promises.trains_after(self, checkpoint)
+        self._report(Start(self.generation, self.base, time=0.0))
+        self.clock.at(STEP, self, self.work)
 
     def _ran(self) -> None:
         self.running = False
@@ -375,7 +386,12 @@ class Worker(Process):
             then(False)
             return
         self.simulation.promises.writes(self, newest)
-        disk.newest = max(disk.newest, (self.generation, step))
+        disk.add((self.generation, step))
+        if self.keeper:
+            self.keeper.written((self.generation, step))
+            if then != self._saved:
+                self.keeper.go(self.keeper.wait(partial(then, True)))
+                return
         then(True)
 
     def _saved(self, done: bool) -> None:
@@ -383,7 +399,9 @@ class Worker(Process):
 
     def _drained(self, done: bool) -> None:
         if done:
-            self.step = self.simulation.promises.drained_step = max(self.step, self.base)
+            self.step = max(self.step, self.base)
+            if self.simulation.disk.held.get((self.generation, self.step)):  # it was not torn meanwhile
+                self.simulation.promises.drained_step = self.step
             self.end(messages.Result("drained", step=self.step))
         else:
             self.up.send(messages.DrainRefused())

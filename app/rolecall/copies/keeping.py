@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rolecall import telemetry
@@ -13,9 +13,9 @@ from rolecall.checkpoint.checkpoint import Checkpoints, Copies
 from rolecall.checkpoint.shardfile import ShardError
 from rolecall.config import Settings
 from rolecall.copies import choice
-from rolecall.copies.choice import Claim, Source, Stem
-from rolecall.copies.store import CopyError, Known, Listing, Store, stem_of
-from rolecall.errors import CallError, UsageError
+from rolecall.copies.choice import Claim, Known, Return, Source, Stem
+from rolecall.copies.store import CopyError, Listing, Store, stem_of
+from rolecall.errors import CallError, PeerLostError, UsageError
 from rolecall.record import rundir
 from rolecall.weights.exchange import Connection
 from rolecall.wire.connecting import machine_id
@@ -73,7 +73,7 @@ class Keeper(Copies):
             return lambda: getattr(self._here, method)(*args)
         connection = self._connect(self._settings.connect_timeout)
         if connection is None:
-            raise CallError("the generation has ended")
+            raise PeerLostError("the generation has ended")
         wait = 0.0 if method in QUICK else self._settings.phase_timeout
         return connection.ask(name, method, *args, wait=wait).result
 
@@ -93,7 +93,7 @@ class Keeper(Copies):
                             "a member does not say which copies it holds", member=name, problem=str(error)
                         )
                     told.add(name)
-                    if isinstance(error, CallError) and not error.is_remote and time.monotonic() < end:
+                    if _is_silence(error) and time.monotonic() < end:
                         names.append(name)
             if names:
                 with self._changed:
@@ -114,7 +114,7 @@ class Keeper(Copies):
                 self._ask(name, "copies_forget")()
             return
         if source := choice.source(mine, claims):
-            self._bring(source)
+            self._bring(source, claims)
 
     def repair(self, torn: str) -> bool:
         """The checkpoint file `torn` on rank 0's disk cannot be used. Brings it back, or else the newest that members
@@ -125,29 +125,26 @@ class Keeper(Copies):
             return False
         self._repaired.add(checkpoint)
         older = max((stem for stem in self._mine.held() if stem < checkpoint), default=None)
-        source = choice.source(older, self._claims(self._settings.rejoin_timeout))
+        source = choice.source(older, claims := self._claims(self._settings.rejoin_timeout))
         if source is not None:
-            self._bring(source)
+            self._bring(source, claims)
         return source is not None
 
-    def _bring(self, source: Source) -> None:
-        stem, limit = stem_of(source.checkpoint), self._settings.rejoin_timeout
-        end, torn, problem, told = time.monotonic() + limit, set[str](), "", False
+    def _bring(self, source: Source, claims: Collection[str]) -> None:
+        limit, told = self._settings.rejoin_timeout, False
+        back = Return(source, claims, time.monotonic() + limit)
         while True:
-            for name in source.members:
-                if name in torn:
-                    continue
+            stem = stem_of(back.checkpoint)
+            while name := back.next():
                 try:
-                    self._pull(name, source.checkpoint)
+                    self._pull(name, back.checkpoint)
                 except Problem as error:
-                    torn.add(name)
-                    problem = f"the copy at {name} cannot be used: {error}"
+                    back.failed(name, str(error), lost=_is_silence(error))
                     self.logger.warning("a copy cannot be used", checkpoint=stem, member=name, problem=str(error))
                 else:
                     self.logger.info("checkpoint brought back", checkpoint=stem, member=name)
                     return
-            absent = [name for name in source.absent if name not in self._members()]
-            if not absent or time.monotonic() >= end:
+            if not (absent := back.awaited(time.monotonic())):
                 break
             if not told:
                 told = True
@@ -159,11 +156,11 @@ class Keeper(Copies):
                 )
             with self._changed:
                 self._changed.wait(min(LOOK_SECONDS, limit))
-            source = choice.source(None, self._claims()) or source
-        problem = problem or f"{', '.join(source.absent)} held it, and nobody here does"
+            back.look(self._claims())
         raise UsageError(
             f"CHECKPOINT_COPIES={self._settings.checkpoint_copies}: the newest checkpoint {stem} cannot be brought "
-            f"back ({problem}); start what holds it, or set CHECKPOINT_COPIES=0 to go on from what rank 0's disk has"
+            f"back ({back.problem}); start what holds it, or set CHECKPOINT_COPIES=0 to go on from what rank 0's disk "
+            "has"
         )
 
     def _pull(self, name: str, checkpoint: Stem) -> None:
@@ -299,6 +296,11 @@ class Keeper(Copies):
         known = Known(self._checkpoints.generation, checkpoint, tuple(holders))
         for answer in [self._ask(name, "copies_note", known) for name in members]:
             answer()
+
+
+def _is_silence(error: Exception) -> bool:
+    """Whether a member did not answer: what it holds may be sound."""
+    return isinstance(error, CallError) and not error.is_remote
 
 
 def _stem(name: str) -> Stem:

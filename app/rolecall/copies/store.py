@@ -23,7 +23,7 @@ import msgspec
 from rolecall import telemetry
 from rolecall.checkpoint import shardfile
 from rolecall.checkpoint.checkpoint import CheckpointError, digest_of, read_head, require_readable, shards_of
-from rolecall.copies.choice import Claim, Stem
+from rolecall.copies.choice import Claim, Known, Stem
 from rolecall.declare.remote import remote
 from rolecall.record import rundir
 from rolecall.weights import manifest
@@ -92,14 +92,6 @@ class Listing(NamedTuple):
             raise CopyError("no list of a checkpoint's files")
 
 
-class Known(NamedTuple):
-    """The newest `generation`, the newest checkpoint that members held, and their names."""
-
-    generation: int = 0
-    checkpoint: Stem | None = None
-    holders: tuple[str, ...] = ()
-
-
 @dataclass
 class _Coming:
     """A checkpoint on its way; of each file, where it is written, None if it is complete, and the chunks it lacks."""
@@ -150,7 +142,7 @@ class Store:
     def copies_claim(self, generation: int) -> Claim:
         """What is held here, and what is known of others. Remembers the `generation`, which has begun."""
         try:
-            known = self._remember(lambda before: before._replace(generation=max(before.generation, generation)))
+            known = self._remember(lambda before: before.begun(generation))
         except OSError as error:  # a full disk may hold the newest copy
             telemetry.log().warning("copies", directory=str(self.directory), problem=error.strerror)
             known = self._known()
@@ -159,12 +151,7 @@ class Store:
     @remote
     def copies_note(self, known: Known) -> None:
         """Remembers a newer checkpoint that members hold, or who holds it."""
-
-        def newer(before: Known) -> Known:
-            order = [(each.generation, each.checkpoint or (0, 0)) for each in (before, known)]
-            return known if order[0] <= order[1] else before
-
-        self._remember(newer)
+        self._remember(lambda before: before.noted(known))
 
     def _known(self) -> Known:
         path = self.directory / rundir.NEWEST
@@ -242,7 +229,7 @@ class Store:
         here yet. Raises CopyError, also if this is a member's folder and knows of a newer generation."""
         listing.require_sound()
         with self._lock:
-            newest = max((self._known().generation, *(stem[0] for stem in self.held())))
+            newest = self._known().newest(self.held())
             if self._job is None and listing.checkpoint[0] < newest:
                 raise CopyError(f"{stem_of(listing.checkpoint)}: generation {newest} has begun; nothing written")
             self._drop()

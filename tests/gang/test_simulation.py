@@ -24,7 +24,7 @@ from tests.simulation.simulation import Simulation
 from tests.simulation.story import Violation
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "300"))
-SCHEDULES_FROM = int(os.environ.get("SCHEDULES_FROM", "1475"))  # from which on 300 reach all that is asserted
+SCHEDULES_FROM = int(os.environ.get("SCHEDULES_FROM", "1411"))  # from which on 300 reach all that is asserted
 LIMIT = 3000  # of schedules in which a safeguard that is left out shows
 
 
@@ -49,7 +49,7 @@ def test_schedules() -> None:
         assert {"rank 0's disk lost", "disk lost", "rank 0 on an old disk", "tear"} <= faults
         assert {"checkpoint brought back", "wait for a holder"} <= faults
         assert {"slow disk", "hanging disk", "jump clock", "no forks", "kill spares"} <= faults
-        assert {f"cut for good ({way})" for way in ("to", "both")} <= faults
+        assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= faults
 
 
 def test_a_schedule_of_200_ranks() -> None:
@@ -94,9 +94,9 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], str, int]] = {
         r"another coordinator runs one|begins after generation|is written after|not training|could go on",
         44,
     ),
-    "one writer a directory": ({"writer_lock": False}, r"writes, and another one is the writer", 757),
-    "a writer looks at the newest number": ({"write_fence": False}, r"writes, and generation \d+ had begun", 263),
-    "a connection names the generation": ({"hello": False}, r"workers of generations \d+ and \d+ meet", 6149),
+    "one writer a directory": ({"writer_lock": False}, r"writes, and another one is the writer", 893),
+    "a writer looks at the newest number": ({"write_fence": False}, r"writes, and generation \d+ had begun", 324),
+    "a connection names the generation": ({"hello": False}, r"workers of generations \d+ and \d+ meet", 144),
     "who waits for the writer's lock in vain has done no wrong": (
         {"locked_out": "refused"},
         r"failed after 1 failures",

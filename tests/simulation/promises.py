@@ -386,7 +386,8 @@ class Promises:
         if well and (len(others) < wanted or len(holders) < min(self.simulation.copies, len(machines))):
             self.fail(f"{', '.join(holders)} hold copies, and there are {', '.join(machines)}")
         whole = {rank.machine for name, rank in asked.items() if name in holders and rank.store.held.get(checkpoint)}
-        self.copied, self.copied_at, self.lost_disks = (checkpoint, whole - {here}), self.clock.now, set()
+        self.copied, self.copied_at = (checkpoint, whole - {here}), self.clock.now
+        self.lost_disks = set() if self.simulation.disk.held.get(checkpoint) else {here}  # it was torn meanwhile
 
     def loses_disk(self, machine: str) -> None:
         """A machine's disk is lost. A checkpoint that was copied outlives as many disks as it had copies."""

@@ -60,7 +60,7 @@ def test_a_schedule_of_200_ranks() -> None:
 
 def test_a_schedule_is_a_function_of_its_seed() -> None:
     """Byte for byte, in every process."""
-    command = [sys.executable, "-m", "tests.simulation", "7"]
+    command = [sys.executable, "-m", "tests.simulation", "2"]  # in which a checkpoint is brought back
     root = Path(__file__).parents[2]
     stories = [
         subprocess.run(command, capture_output=True, check=True, cwd=root, env={**os.environ, "PYTHONHASHSEED": salt})

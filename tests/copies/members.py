@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Members:
         self.stores = {name: self.store(name) for name in names}
         self.answer: Callable[[str, str, Any], Any] = lambda name, method, value: value
         self.metrics = telemetry.build(telemetry.WORKER, CollectorRegistry())
-        self.generation = 0
+        self.generation, self.drain_ordered = 0, Event()
         self.begin()
 
     def store(self, name: str) -> Store:
@@ -52,7 +53,13 @@ class Members:
         self.checkpoints = Checkpoints(self.disk, "ps", self.generation, keep=2)
         here = Store(self.disk / rundir.COPIES, "rank0")
         self.keeper = Keeper(
-            self.checkpoints, here, self.settings, lambda seconds: self, lambda: [*self.stores], metrics=self.metrics
+            self.checkpoints,
+            here,
+            self.settings,
+            lambda seconds: self,
+            lambda: [*self.stores],
+            is_draining=self.drain_ordered.is_set,
+            metrics=self.metrics,
         )
         self.checkpoints.copies = self.keeper
 

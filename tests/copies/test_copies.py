@@ -12,7 +12,7 @@ import torch
 
 from rolecall.copies import keeping
 from rolecall.copies.store import CopyError, File, Listing, Store
-from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
+from rolecall.errors import CallTimeoutError, Drained, PeerLostError, UsageError
 from rolecall.record import rundir
 from rolecall.weights.manifest import CHUNK_BYTES, digests_of
 from tests.context.contexts import value
@@ -167,6 +167,20 @@ def test_a_member_that_does_not_answer_is_asked_again(
     snapshot = members.newest()
     assert (snapshot is not None) == resumed
     assert not left
+    members.keeper.close()
+
+
+def test_a_wait_for_a_holder_ends_with_the_generation(tmp_path: Path) -> None:
+    """A holder that is back may come with the next one."""
+    members = Members(tmp_path, "ab", rejoin_timeout=60.0)
+    members.write(7)
+    holder = next(name for name in members.stores if members.held(name))
+    del members.stores[holder]
+    lose_disk(members)
+    members.drain_ordered.set()
+    with pytest.raises(Drained) as drained:
+        members.newest()
+    assert drained.value.step == 7
     members.keeper.close()
 
 

@@ -219,6 +219,8 @@ class Keeper:
                 story.count("wait for a holder")
                 story.log(f"{back.checkpoint} is with {', '.join(absent)}")
             yield self._sleep(LOOK)
+            if self.worker.drain:
+                self.worker.end(Result("drained", step=back.checkpoint[1]))
             back.look((yield from self._claims()))
         problem = f"the newest checkpoint {back.checkpoint} cannot be brought back: {back.problem}"
         self.waits_until = 0.0

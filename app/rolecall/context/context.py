@@ -117,7 +117,13 @@ class Context(Calls, Training, Generic[S]):
             return [peer.name for peer in group.members[1:] if peer.name not in group.lost]
 
         checkpoints.copies = keeper = Keeper(
-            checkpoints, self.copies, settings, self.weights.connect, others, metrics=self.metrics
+            checkpoints,
+            self.copies,
+            settings,
+            self.weights.connect,
+            others,
+            is_draining=group.drain_ordered.is_set,
+            metrics=self.metrics,
         )
         group.on_lost.append(keeper.changed)
         group.on_joined.append(keeper.changed)

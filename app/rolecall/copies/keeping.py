@@ -15,7 +15,7 @@ from rolecall.config import Settings
 from rolecall.copies import choice
 from rolecall.copies.choice import Claim, Known, Return, Source, Stem
 from rolecall.copies.store import CopyError, Listing, Store, stem_of
-from rolecall.errors import CallError, PeerLostError, UsageError
+from rolecall.errors import CallError, Drained, PeerLostError, UsageError
 from rolecall.record import rundir
 from rolecall.weights.exchange import Connection
 from rolecall.wire.connecting import machine_id
@@ -39,7 +39,8 @@ class Wanted(NamedTuple):
 
 class Keeper(Copies):
     """The copies of `checkpoints`, each at `settings.checkpoint_copies` members; `here` are those on this machine.
-    `connect` waits up to some seconds for the generation, and `members` returns the other ones that are in it."""
+    `connect` waits up to some seconds for the generation, `members` returns the other ones that are in it, and
+    `is_draining` says whether it is to end."""
 
     def __init__(
         self,
@@ -48,10 +49,12 @@ class Keeper(Copies):
         settings: Settings,
         connect: Callable[[float], Connection | None],
         members: Callable[[], list[str]],
+        *,
+        is_draining: Callable[[], bool],
         metrics: Any,
     ) -> None:
         self._checkpoints, self._here, self._settings = checkpoints, here, settings
-        self._connect, self._members, self._metrics = connect, members, metrics
+        self._connect, self._members, self._is_draining, self._metrics = connect, members, is_draining, metrics
         self._mine = Store(checkpoints.directory, here.me, checkpoints.job)
         self._repaired = set[Stem]()
         self._machines = dict[str, str]()  # of members that were asked
@@ -106,7 +109,8 @@ class Keeper(Copies):
 
     def restore(self) -> None:
         """The newest checkpoint that members hold is on rank 0's disk from now on. Waits for a member that has it, for
-        REJOIN_TIMEOUT at most; raises UsageError if it does not come, or if no copy can be used."""
+        REJOIN_TIMEOUT at most; raises UsageError if it does not come, or if no copy can be used, and Drained if it
+        comes with another generation."""
         claims = self._claims(self._settings.rejoin_timeout)
         mine = max(self._mine.held(), default=None)
         if mine is None and not self._settings.resume:
@@ -156,6 +160,8 @@ class Keeper(Copies):
                 )
             with self._changed:
                 self._changed.wait(min(LOOK_SECONDS, limit))
+            if self._is_draining():
+                raise Drained(back.checkpoint[1])
             back.look(self._claims())
         raise UsageError(
             f"CHECKPOINT_COPIES={self._settings.checkpoint_copies}: the newest checkpoint {stem} cannot be brought "

@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from rolecall import config
@@ -213,15 +213,16 @@ class Kubernetes:
         )
 
     async def _lost(self, seen: Items) -> list[Pod]:
-        """The pods that their node should have ended by now, by the API server's clock, which is asked for once."""
+        """The pods that their node should have ended by now. The API server's clock is asked for once; that of this
+        machine is taken if Kubernetes is older than 1.28."""
         if not any(pod.is_leaving for pod in seen.pods):
             return []
         if self._clock is None:
             try:
                 asked = await self._kubectl.run("auth", "whoami", "--output=jsonpath={.metadata.creationTimestamp}")
-                self._clock = datetime.fromisoformat(asked), time.monotonic()
-            except (UsageError, ValueError):  # asked again at the next look
-                return []
+                self._clock = datetime.fromisoformat(asked.strip()), time.monotonic()
+            except (UsageError, ValueError):
+                self._clock = datetime.now(UTC), time.monotonic()
         asked_at, since = self._clock
         now = asked_at + timedelta(seconds=time.monotonic() - since)
         return [pod for pod in seen.pods if pod.is_lost(now)]

@@ -27,7 +27,7 @@ DISK = ROOT / "tests" / "disk"  # makes Python's disk slow
 TESTS = "/srv/rolecall/tests"  # in a container: where this folder's parent is, for environments and models in it
 PACED = {"COMPOSE_FILE": "compose.yaml:tests/e2e/paced.yaml"}  # a project's containers have it
 IMAGE = os.environ.get("IMAGE", "rolecall") + ":cpu"
-DEADLINE = 120.0  # of every command; a fail-safe, no measurement
+DEADLINE = 170.0  # of every command; a fail-safe, no measurement
 PORTS = (8000, 29400)  # that a rank listens on: metrics, and all that ranks send each other
 _numbers = itertools.count()
 

@@ -44,7 +44,9 @@ def test_kubeflow_finds_the_runtime_and_the_container() -> None:
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     (part,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert part["template"]["metadata"]["labels"][STEP] == "trainer"
-    (container,) = part["template"]["spec"]["template"]["spec"]["containers"]
+    pod = part["template"]["spec"]["template"]
+    assert pod["metadata"]["labels"] == {"app.kubernetes.io/name": "rolecall"}
+    (container,) = pod["spec"]["containers"]
     assert (part["name"], container["name"]) == ("node", "node")
 
 

@@ -184,6 +184,22 @@ def test_a_wait_for_a_holder_ends_with_the_generation(tmp_path: Path) -> None:
     members.keeper.close()
 
 
+def test_so_does_a_wait_for_what_a_member_holds(tmp_path: Path) -> None:
+    members = Members(tmp_path, "a", rejoin_timeout=60.0)
+    members.write(7)
+    members.begin()
+
+    def answer(name: str, method: str, value: Any) -> Any:
+        members.drain_ordered.set()
+        raise CallTimeoutError(f"{name} has not answered {method}")
+
+    members.answer = answer
+    with pytest.raises(Drained) as drained:
+        members.newest()
+    assert drained.value.step == 7
+    members.keeper.close()
+
+
 def test_a_holder_that_is_lost_is_replaced(members: Members) -> None:
     name = members.write(1)
     assert (members.held("a"), members.held("b")) == ([name], [])

@@ -82,7 +82,7 @@ class Keeper(Copies):
 
     def _claims(self, patience: float = 0.0) -> dict[str, Claim]:
         """What the members say, and this machine's disk. A member that is silent may hold the newest checkpoint: it is
-        asked again while it is here, for `patience` seconds at most."""
+        asked again while it is here, for `patience` seconds at most; raises Drained if the generation is to end."""
         generation, claims = self._checkpoints.generation, dict[str, Claim]()
         names, told, end = [self._here.me, *self._members()], set[str](), time.monotonic() + patience
         while names:
@@ -99,8 +99,7 @@ class Keeper(Copies):
                     if _is_silence(error) and time.monotonic() < end:
                         names.append(name)
             if names:
-                with self._changed:
-                    self._changed.wait(LOOK_SECONDS)
+                self._await_change(LOOK_SECONDS, max(self._mine.held(), default=(0, 0)))
                 names = [name for name in names if name in self._members()]
         self._machines |= {name: claim.machine for name, claim in claims.items()}
         return claims
@@ -110,7 +109,7 @@ class Keeper(Copies):
     def restore(self) -> None:
         """The newest checkpoint that members hold is on rank 0's disk from now on. Waits for a member that has it, for
         REJOIN_TIMEOUT at most; raises UsageError if it does not come, or if no copy can be used, and Drained if it
-        comes with another generation."""
+        may come with another generation."""
         claims = self._claims(self._settings.rejoin_timeout)
         mine = max(self._mine.held(), default=None)
         if mine is None and not self._settings.resume:
@@ -158,16 +157,21 @@ class Keeper(Copies):
                     members=", ".join(absent),
                     deadline_s=limit,
                 )
-            with self._changed:
-                self._changed.wait(min(LOOK_SECONDS, limit))
-            if self._is_draining():
-                raise Drained(back.checkpoint[1])
+            self._await_change(min(LOOK_SECONDS, limit), back.checkpoint)
             back.look(self._claims())
         raise UsageError(
             f"CHECKPOINT_COPIES={self._settings.checkpoint_copies}: the newest checkpoint {stem} cannot be brought "
             f"back ({back.problem}); start what holds it, or set CHECKPOINT_COPIES=0 to go on from what rank 0's disk "
             "has"
         )
+
+    def _await_change(self, seconds: float, newest: Stem) -> None:
+        """Waits until a member joins or is lost, for some seconds at most. Raises Drained, with the step of the
+        `newest` checkpoint, if the generation is to end."""
+        with self._changed:
+            self._changed.wait(seconds)
+        if self._is_draining():
+            raise Drained(newest[1])
 
     def _pull(self, name: str, checkpoint: Stem) -> None:
         """Fetches a checkpoint from a member."""

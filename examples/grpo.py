@@ -1,7 +1,7 @@
 """Teaches a small language model sums: by examples, then by reward (GRPO). Any process may be killed at any time.
 
 rolecall run examples/grpo.py --generators 2 --rewards 2
-rolecall run examples/grpo.py --staleness 0         # synchronous: generators wait for the weights of each update
+rolecall run examples/grpo.py --staleness 0         # synchronous: the same bits, whoever is killed, joins or leaves
 rolecall run examples/grpo.py --model hf:DIRECTORY  # a Hugging Face model in the place of the small one
 rolecall eval examples/grpo.py --checkpoint runs/grpo-...
 """
@@ -174,26 +174,43 @@ class Generator:
 
     def __init__(self, context: Context[Grpo]) -> None:  # once a process, which stays if the learner is lost
         self.context, self.policy = context, build(context.settings, sampling=True).to(context.device)
-        self.weights, self.version, self.known = context.subscribe("policy"), 0, sums(context.settings.digits)[0]
+        self.weights, self.version, self.known = context.subscribe("policy"), -1, sums(context.settings.digits)[0]
 
     def run(self) -> None:  # ends with a PeerLostError if the learner is lost; called again once that is back
-        context, settings = self.context, self.context.settings
-        batches: Queue[Batch] = context.queue("batches", settings.buffer)
-        while True:
-            self.weights.wait(settings.phase_timeout, new=settings.staleness == 0)
-            if self.weights.new:
-                self.version, tensors = self.weights.tensors()
-                self.policy.load_state_dict(tensors)
-            asked = random.choices(self.known, k=max(1, settings.groups // len(context.peers("generator"))))
-            prompts, answers, logprobs = self.policy.sample(asked, settings.group, settings.digits + 2)
-            texts, repeated = self.policy.decode(answers), [prompt for prompt in asked for _ in range(settings.group)]
-            rewards = torch.tensor(context.call_any(Reward.check, repeated, texts).result()).view(-1, settings.group)
-            batch = Batch(prompts=prompts, answers=answers, logprobs=logprobs, rewards=rewards, version=self.version)
-            batches.put(batch)
+        settings = self.context.settings
+        batches: Queue[Batch] = self.context.queue("batches", settings.buffer)
+        while settings.staleness > 0:
+            self.load(new=False)
+            batches.put(self.sample(settings.groups // len(self.context.peers("generator"))))
+
+    @remote(idempotent=True, serial=True)  # if this worker is lost, another one samples the same
+    def share(self, number: int, version: int) -> Batch:
+        """One of GENERATORS parts of a synchronous update, by the weights of `version`."""
+        context, generation = self.context, self.context.generation
+        while self.version != version and context.generation == generation:  # after it, nobody waits for the answer
+            self.load(new=True)
+        seed = context.shared_seed(version, number)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        return self.sample(context.settings.groups // context.settings.generators)
+
+    def load(self, new: bool) -> None:
+        self.weights.wait(self.context.settings.phase_timeout, new=new)
+        if self.weights.new:
+            self.version, tensors = self.weights.tensors()
+            self.policy.load_state_dict(tensors)
+
+    def sample(self, count: int) -> Batch:
+        group, asked = self.context.settings.group, random.choices(self.known, k=max(1, count))
+        prompts, answers, logprobs = self.policy.sample(asked, group, self.context.settings.digits + 2)
+        texts, repeated = self.policy.decode(answers), [prompt for prompt in asked for _ in range(group)]
+        rewards = torch.tensor(self.context.call_any(Reward.check, repeated, texts).result()).view(-1, group)
+        return Batch(prompts=prompts, answers=answers, logprobs=logprobs, rewards=rewards, version=self.version)
 
 
 # endregion
 def learner(context: Context[Grpo]) -> dict[str, float]:  # rank 0
+    torch.manual_seed(context.shared_seed())  # the same weights in each generation
     settings, policy = context.settings, build(context.settings).to(context.device)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95))
     batches: Queue[Batch] = context.queue("batches", settings.buffer)
@@ -210,6 +227,7 @@ def learner(context: Context[Grpo]) -> dict[str, float]:  # rank 0
             reward = torch.cat([batch["rewards"] for batch in taken]).mean().item()
             context.log(reward=reward, age=age, stale=state["stale"])
         else:
+            random.seed(context.shared_seed(update))
             loss = example_loss(policy, random.choices(known, k=settings.groups * settings.group))
             rate = settings.lr * min(1, update / 20)
         optimizer.zero_grad()
@@ -228,17 +246,20 @@ def learner(context: Context[Grpo]) -> dict[str, float]:  # rank 0
 
 def take(context: Context[Grpo], batches: Queue[Batch], version: int, counts: dict[str, Any]) -> list[Batch]:
     """A batch for each generator, of those that are not too old for weights of `version`."""
-    taken = list[Batch]()
-    while len(taken) < max(1, len(context.peers("generator"))) and not context.draining:
-        try:
-            batch = batches.get(timeout=1.0)
-        except queue.Empty:  # generators load, or were lost
-            continue
-        if version - batch["version"] > context.settings.staleness:
-            counts["stale"] += 1
-        else:
-            taken.append(batch)
-            counts["tokens"] += batch["answers"].numel()
+    if context.settings.staleness == 0:  # in order, on which a sum of floats depends
+        taken = list(context.map(Generator.share, range(context.settings.generators), version))
+    else:
+        taken = list[Batch]()
+        while len(taken) < max(1, len(context.peers("generator"))) and not context.draining:
+            try:
+                batch = batches.get(timeout=1.0)
+            except queue.Empty:  # generators load, or were lost
+                continue
+            if version - batch["version"] > context.settings.staleness:
+                counts["stale"] += 1
+            else:
+                taken.append(batch)
+    counts["tokens"] += sum(batch["answers"].numel() for batch in taken)
     return taken
 
 

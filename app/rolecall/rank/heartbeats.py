@@ -65,7 +65,7 @@ class Heartbeats:
 
     def _fail(self, request: Request, error: Exception) -> None:
         member, settings, now = self._member, self._settings, time.monotonic()
-        problem = str(error) or type(error).__name__
+        problem = str(error).removeprefix("[Errno None] ") or type(error).__name__  # as aiohttp's may begin
         if isinstance(error, TimeoutError):
             problem = f"no answer within {settings.lease_seconds / 2:g} s, half of LEASE_SECONDS"
         stranger = isinstance(error, UntrustedRank0Error)

@@ -208,7 +208,7 @@ def test_the_examples_of_the_page_on_jobs_finish(
 
 
 def test_an_example_has_the_same_bits_whoever_is_killed(cluster: MakeCluster) -> None:
-    settings = {"LR": "0.0001", "BATCH": "4096", "UPDATES": "800", "CHECKPOINT_INTERVAL": "0.3"}
+    settings = {"LR": "0.0001", "BATCH": "4096", "UPDATES": "400", "CHECKPOINT_INTERVAL": "0.3"}
 
     def run(workers: int, *killed: str) -> str:
         job = cluster(JOB="examples/regression.py", **settings).start(workers, described=True)

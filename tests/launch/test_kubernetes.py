@@ -345,14 +345,14 @@ def test_a_run_whose_follower_was_killed_is_found(here: Path) -> None:
 
 @pytest.mark.timeout(2 * DEADLINE)
 def test_a_job_that_raises_is_shown_and_resumes_if_that_is_forgotten(here: Path) -> None:
-    process = run("--steps", "7")
+    process = run("--steps", "7", "--max-failures", "1")
     printed = ended(process)
     assert process.returncode == FAILED, printed
     assert [line for line in printed.splitlines() if line.startswith("rolecall: mine-lead-0-") and "seven" in line]
     assert "`rolecall resume mine`" in printed.splitlines()[-1]
 
     assert "forgot" in ask("resume", "mine")
-    printed = ended(run("--steps", "7"))
+    printed = ended(run("--steps", "7", "--max-failures", "1"))
     assert "has failed for good" not in printed
     assert "training" in printed
 

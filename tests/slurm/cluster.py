@@ -123,10 +123,14 @@ class Slurm:
         self._run(name, "slurmd", "-D", "-N", name)
 
     def kill_node(self, name: str) -> None:
-        """Kills all processes of a node at once, as a power failure does."""
-        for process in self.processes(name):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        """Kills all processes of a node, as a power failure does: nothing that one does on another's end leaves it."""
+        self._network.cut(name)
+        while running := self.processes(name):
+            for process in running:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(running, DEADLINE)
+        self._network.heal(name)
         self._daemons.pop(name).wait(DEADLINE)
 
     def processes(self, name: str, called: str = "") -> list[psutil.Process]:

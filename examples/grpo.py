@@ -245,7 +245,7 @@ def learner(context: Context[Grpo]) -> dict[str, float]:  # rank 0
 
 
 def take(context: Context[Grpo], batches: Queue[Batch], version: int, counts: dict[str, Any]) -> list[Batch]:
-    """A batch for each generator, of those that are not too old for weights of `version`."""
+    """A batch for each generator, sampled by weights of `version` or, if STALENESS allows it, by older ones."""
     if context.settings.staleness == 0:  # in order, on which a sum of floats depends
         taken = list(context.map(Generator.share, range(context.settings.generators), version))
     else:

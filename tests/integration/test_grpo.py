@@ -64,7 +64,7 @@ def test_it_goes_on_after_kills_of_each_role(cluster: MakeCluster) -> None:
 
 
 def test_synchronous_updates_have_the_same_bits_whoever_is_killed(cluster: MakeCluster) -> None:
-    settings = {**SMALL, "TAUGHT": "20", "UPDATES": "60", "STALENESS": "0"}
+    settings = {**SMALL, "TAUGHT": "20", "UPDATES": "90", "STALENESS": "0"}
     job = cluster(**settings).start(2, described=True)
     job.trains(5)
     generators = job.workers("generator")
@@ -80,7 +80,7 @@ def test_synchronous_updates_have_the_same_bits_whoever_is_killed(cluster: MakeC
     assert summary["generations"] == 3
     undisturbed, _ = finished(cluster(**settings).start(1, described=True))
     assert digest(disturbed) == digest(undisturbed)
-    assert (summary["result"]["tokens"], summary["result"]["stale"]) == (40 * 2 * 2 * 4 * 4, 0)
+    assert (summary["result"]["tokens"], summary["result"]["stale"]) == (70 * 2 * 2 * 4 * 4, 0)
 
 
 def test_the_log_probabilities_of_samples_are_those_that_the_learner_computes() -> None:

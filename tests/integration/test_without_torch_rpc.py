@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rolecall.record import rundir
 
 WITHOUT = """
@@ -35,15 +37,16 @@ def lead(context: Context) -> dict:
 JOB = Job([Role("lead", lead), Role("stage", Stage)])
 """
 JOBS = {
-    "rl": ["--in-process", "--max-iterations", "1"],
-    "ps": ["--in-process", "--update-mode", "autograd", "--epochs", "1"],
-    "rnn": ["--in-process", "--corpus-bytes", "20000", "--epochs", "1"],
-    "hybrid": ["--in-process", "--epochs", "1"],
+    "rl": ["--max-iterations", "1"],
+    "ps": ["--update-mode", "autograd", "--epochs", "1"],
+    "rnn": ["--corpus-bytes", "20000", "--epochs", "1"],
+    "hybrid": ["--epochs", "1"],
     "own.py": [],
 }
 DEADLINE = 120.0
 
 
+@pytest.mark.timeout(2 * DEADLINE)  # many processes import torch
 def test_jobs_run_with_a_torch_that_has_no_rpc(tmp_path: Path) -> None:
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "sitecustomize.py").write_text(WITHOUT)

@@ -64,7 +64,7 @@ def test_it_goes_on_after_kills_of_each_role(cluster: MakeCluster) -> None:
 
 
 def test_synchronous_updates_have_the_same_bits_whoever_is_killed(cluster: MakeCluster) -> None:
-    settings = {**SMALL, "TAUGHT": "20", "UPDATES": "90", "STALENESS": "0"}
+    settings = {**SMALL, "TAUGHT": "60", "UPDATES": "130", "STALENESS": "0"}
     job = cluster(**settings).start(2, described=True)
     job.trains(5)
     generators = job.workers("generator")
@@ -72,7 +72,7 @@ def test_synchronous_updates_have_the_same_bits_whoever_is_killed(cluster: MakeC
     job.first.kill_worker()  # while it learns from examples
     until(job.first.appears("resumed file="), "a learner that goes on from its checkpoint")
     assert job.workers("generator") == generators
-    until(lambda: job.iterations() > 22, "updates by reward")
+    until(lambda: job.iterations() > 62, "updates by reward")
     for name in ("generator-0", "learner-0", "reward-1"):
         job.ranks[name].kill_worker()
         job.trains()
